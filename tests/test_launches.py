@@ -25,14 +25,14 @@ ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
 NEVER = {
     ("element_mul_kernel", None, "padded"): "a gradient of padded columns is 0 already, and it scales whole rows",
-    ("row_statistics_kernel of targets", "loss_options.temperature", None): "of primitives; soft targets have none",
-    ("row_gradient_kernel of targets", "loss_options.temperature", None): "likewise",
-    ("row_statistics_kernel of targets", "loss_options.threshold", None): "likewise",
-    ("row_gradient_kernel of targets", "loss_options.threshold", None): "likewise",
-    ("row_part_kernel of targets", "loss_options.temperature", None): "likewise",
-    ("row_part_kernel of targets", "loss_options.threshold", None): "likewise",
-    ("row_part_kernel of targets", "stats", None): "soft targets have one exchange",
-    ("row_second_kernel of targets", None, None): "soft targets have one exchange",
+    ("row_statistics_kernel of soft_labels", "loss_options.temperature", None): "of primitives; soft targets have none",
+    ("row_gradient_kernel of soft_labels", "loss_options.temperature", None): "likewise",
+    ("row_statistics_kernel of soft_labels", "loss_options.threshold", None): "likewise",
+    ("row_gradient_kernel of soft_labels", "loss_options.threshold", None): "likewise",
+    ("row_part_kernel of soft_labels", "loss_options.temperature", None): "likewise",
+    ("row_part_kernel of soft_labels", "loss_options.threshold", None): "likewise",
+    ("row_part_kernel of soft_labels", "stats", None): "soft targets have one exchange",
+    ("row_second_kernel of soft_labels", None, None): "soft targets have one exchange",
     ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
 }
@@ -40,7 +40,7 @@ NEVER |= {
     (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option, or two kernels are faster"
     for name in ("entropy", "sum_sq_probs", "mean_logit", "predictions", "temperature", "threshold", "softcap")
 }
-NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
+NOT_BESIDE = {"soft_labels": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {
     (f"row_{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
     for kernel in ("statistics", "part", "second", "outputs", "gradient")
@@ -100,9 +100,9 @@ def chosen_as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(plan, "select", chosen)
     monkeypatch.setattr(plan, "begins_at_a_boundary", lambda logits: logits.data_ptr() % VECTOR_BYTES == 0)
     monkeypatch.setattr(one_pass, "_multiprocessors", lambda device: 132)
-    plan._plan_of_fields.cache_clear()
+    plan._cached_plan.cache_clear()
     yield
-    plan._plan_of_fields.cache_clear()
+    plan._cached_plan.cache_clear()
     torch.set_num_threads(threads)
 
 

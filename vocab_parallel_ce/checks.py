@@ -133,7 +133,7 @@ def check_rows(labels: Tensor, shape: tuple[int, ...], subject: str = "logits") 
     """One label for each token of ``subject``, whose tokens are of ``shape``."""
     if labels.shape != shape:
         remedy = f"; {NOT_ONE_HOT}" if labels.dim() == len(shape) + 1 else ""
-        expected = f"that of the tokens of {subject}, {tuple(shape)}"
+        expected = f"that of {subject} without the last dimension, {tuple(shape)}"
         raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}{remedy}")
 
 

@@ -113,17 +113,18 @@ def plan_of(loss: Loss, logits: Tensor, targets: Any, settings: Settings, rank: 
     mode = gradient_mode(settings.gradient, logits)
     is_aligned = mode == "in_forward" and begins_at_a_boundary(logits)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
-    key = PlanKey(logits.dtype, logits.shape[-1], device, rank, n_ranks, mode, is_aligned, has_weights(targets))
+    columns = logits.dtype, logits.shape[-1], device
+    key = (*columns, rank, n_ranks, mode, is_aligned, has_weights(targets))  # a PlanKey's: to make one takes longer
     return cached_plan(loss, settings, key)
 
 
-def cached_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
-    """Return the plan of a loss, checked and made once."""
+def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
+    """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
     try:
         return _cached_plan(types_of(settings), loss, settings, key)
     except TypeError:  # refused, or cannot be hashed: make_plan says so by name
         pass
-    return make_plan(loss, settings, key)
+    return make_plan(loss, settings, PlanKey(*key))
 
 
 def types_of(settings: Settings, *others: Any) -> tuple[type, ...]:
@@ -133,8 +134,8 @@ def types_of(settings: Settings, *others: Any) -> tuple[type, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_plan(types: tuple[type, ...], loss: Loss, settings: Settings, key: PlanKey) -> Plan:
-    return make_plan(loss, settings, key)
+def _cached_plan(types: tuple[type, ...], loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
+    return make_plan(loss, settings, PlanKey(*key))
 
 
 def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:

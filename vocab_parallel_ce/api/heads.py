@@ -77,7 +77,7 @@ def linear_cross_entropy(
     Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per chunk (one
     for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one all_reduce of
     ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass all_gathers ``hidden``.
-    With ``class_weight`` a mean with gradients in forward all_gathers 4 bytes. All ranks must agree on what needs a
+    With ``class_weight`` a mean all_gathers 4 bytes more. All ranks must agree on what needs a
     gradient.
 
     Args:

@@ -138,8 +138,8 @@ def cross_entropy_forward(
         gradient="in_forward",
     )
     given, group = Labels(target), process_group_of(dist_process_group)
-    call, beside = plan_call(LABELS, _input, given, settings, group)
-    outputs, grad = run.forward_in_place(call, _input, beside, target.shape)
+    call, targets = plan_call(LABELS, _input, given, settings, group)
+    outputs, grad = run.forward_in_place(call, _input, targets, target.shape)
     return outputs.loss, grad
 
 

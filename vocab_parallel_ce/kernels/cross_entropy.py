@@ -90,7 +90,7 @@ def loss_kernel(
 
 def token_outputs(
     stats: tuple[Tensor],
-    beside: Labels,
+    targets: Labels,
     divisor: Tensor | None,
     outputs: TokenOutputs,
     total: Tensor | None = None,
@@ -106,7 +106,7 @@ def token_outputs(
     in_launch = total if 0 < n_rows <= SUMMED_ROWS else None
     # The next power of two; triton.next_power_of_2 takes 3 us.
     block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
-    tensors = (beside.labels, stats[0], divisor, *outputs, in_launch)
+    tensors = (targets.labels, stats[0], divisor, *outputs, in_launch)
     launch = _outputs(block, n_ranks, shard.vocab_size, options)
     launch(-(-n_rows // block), tensors, (n_rows,))
     if total is not None and in_launch is None:
@@ -221,7 +221,7 @@ def cross_entropy_kernel(
 
 def cross_entropy(
     logits: Tensor,
-    beside: Labels,
+    targets: Labels,
     stats: tuple[Tensor],
     divisor: Tensor | None,
     grads: GradOutputs,
@@ -236,7 +236,7 @@ def cross_entropy(
     loss, and 0 for the others.
     A gradient of another dtype is of fp32 logits and 16 bits.
     """
-    labels, class_weight, temperature, threshold = beside
+    labels, class_weight, temperature, threshold = targets
     n_ranks, n_rows, _ = stats[0].shape
     base, rows = row_arguments(logits)
     grad_base = base

@@ -204,7 +204,7 @@ def one_pass_kernel(
 
 def one_pass(
     logits: Tensor,
-    beside: Labels,
+    targets: Labels,
     divisor: Tensor | None,
     outputs: TokenOutputs,
     *,
@@ -216,11 +216,11 @@ def one_pass(
     If ``counted``, the number of rows that are not ignored, or the sum of their labels' class weights, divides the loss
     and the gradient, else ``divisor [1]`` if given.
     """
-    n_rows, n_columns = beside.labels.shape[0], logits.shape[-1]
+    n_rows, n_columns = targets.labels.shape[0], logits.shape[-1]
     if n_rows == 0:
         return
     base, (layout, _) = row_arguments(logits)
-    tensors = (base, beside.labels, divisor, beside.class_weight, outputs.loss, outputs.lse)
+    tensors = (base, targets.labels, divisor, targets.class_weight, outputs.loss, outputs.lse)
     launch, programs = _launch(logits.element_size(), n_columns, layout, counted, options)
     launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))
 

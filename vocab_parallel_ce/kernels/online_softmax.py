@@ -284,7 +284,7 @@ def online_softmax_kernel(
 
 def online_softmax(
     logits: Tensor,
-    beside: Labels,
+    targets: Labels,
     stats: tuple[Tensor],
     rank: int,
     count: Tensor | None = None,
@@ -296,7 +296,7 @@ def online_softmax(
 
     ``count [1]`` int32, if given, gets the number of labels that are not ignored.
     """
-    labels, class_weight, temperature, threshold = beside
+    labels, class_weight, temperature, threshold = targets
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
     shape = statistics_shape(n_rows, shard, base.element_size(), 1)

@@ -168,7 +168,7 @@ def row_gradient_kernel(
 
 def outputs(
     stats: tuple[Tensor, ...],
-    beside: Any,
+    targets: Any,
     divisor: Tensor | None,
     outputs: TokenOutputs,
     total: Tensor | None = None,
@@ -182,7 +182,7 @@ def outputs(
     ``divisor [1]`` divides the loss if given.
     """
     n_ranks, n_rows, width = stats[0].shape
-    tensors = (stats[0], second_of(stats), getattr(beside, "labels", None), divisor, outputs.loss)
+    tensors = (stats[0], second_of(stats), getattr(targets, "labels", None), divisor, outputs.loss)
     launch = _outputs((n_ranks, width), algebra, shard, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
     if total is not None:
@@ -191,7 +191,7 @@ def outputs(
 
 def gradient(
     logits: Tensor,
-    beside: Any,
+    targets: Any,
     stats: tuple[Tensor, ...],
     divisor: Tensor | None,
     grads: GradOutputs,
@@ -203,10 +203,10 @@ def gradient(
 ) -> None:
     """Fill ``grad_logits``, laid out as ``logits [..., C]`` or it; ``grads.loss [N]`` multiplies it per row."""
     n_ranks, n_rows, width = stats[0].shape
-    base, other_base, rows = pair_arguments(logits, beside[0])
+    base, other_base, rows = pair_arguments(logits, targets[0])
     grad_base = base
     if grad_logits is not logits:
-        grad_base, _, grad_rows = pair_arguments(grad_logits, beside[0])
+        grad_base, _, grad_rows = pair_arguments(grad_logits, targets[0])
         assert rows == grad_rows, "the gradient is laid out as the logits are"
     grad_output: Any = grads.loss
     if grad_output is None:
@@ -215,8 +215,8 @@ def gradient(
     tensors = (
         base,
         other_base,
-        getattr(beside, "labels", None),
-        getattr(beside, "class_weight", None),
+        getattr(targets, "labels", None),
+        getattr(targets, "class_weight", None),
         *merged,
         grad_output,
         grad_base,

@@ -218,7 +218,7 @@ def row_second_kernel(
 
 def statistics(
     logits: Tensor,
-    beside: Any,
+    targets: Any,
     stats: tuple[Tensor, ...],
     rank: int,
     count: None = None,
@@ -230,19 +230,19 @@ def statistics(
     """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``, and of a single rank those of the second exchange."""
     n_ranks, n_rows, width = stats[0].shape
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
-    read, rows, shape = _with_parts(logits, beside, stats, False, **own)
+    read, rows, shape = _with_parts(logits, targets, stats, False, **own)
     has_both = n_ranks == 1 and len(stats) > 1
     # Programs of parts need the statistics of the row: those of the second exchange follow.
     tensors = (*read, stats[0], stats[1] if has_both and not shape.is_cut else None)
     launch = _statistics(rows, shape, width, **own)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
     if has_both and shape.is_cut:
-        second(logits, beside, stats, rank, **own)
+        second(logits, targets, stats, rank, **own)
 
 
 def second(
     logits: Tensor,
-    beside: Any,
+    targets: Any,
     stats: tuple[Tensor, ...],
     rank: int,
     *,
@@ -253,14 +253,14 @@ def second(
     """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
     n_ranks, n_rows, width = stats[0].shape
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
-    read, rows, shape = _with_parts(logits, beside, stats, True, **own)
+    read, rows, shape = _with_parts(logits, targets, stats, True, **own)
     tensors = (*read, *stats)
     launch = _second(rows, shape, (n_ranks, width), **own)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 
 
 def _with_parts(
-    logits: Tensor, beside: Any, stats: tuple[Tensor, ...], of_second: bool, **own: Any
+    logits: Tensor, targets: Any, stats: tuple[Tensor, ...], of_second: bool, **own: Any
 ) -> tuple[tuple[Tensor | None, ...], PairRows, StatisticsShape]:
     """Return the tensors that are read, the last of which is the parts; their rows; and the launch shapes.
 
@@ -268,8 +268,8 @@ def _with_parts(
     ``of_second``: for that exchange.
     """
     n_ranks, n_rows, width = stats[0].shape
-    base, other_base, rows = pair_arguments(logits, beside[0])
-    pair = (base, other_base, getattr(beside, "labels", None), getattr(beside, "class_weight", None))
+    base, other_base, rows = pair_arguments(logits, targets[0])
+    pair = (base, other_base, getattr(targets, "labels", None), getattr(targets, "class_weight", None))
     shape = statistics_shape(n_rows, own["shard"], base.element_size(), 2)
     if not shape.is_cut:
         return (*pair, None), rows, shape
