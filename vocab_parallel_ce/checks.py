@@ -35,9 +35,10 @@ def naming(**names: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         subject, rest = re.match(r"(\w*)(.*)", str(error), re.DOTALL).groups()  # type: ignore[union-attr]
-        if subject not in names:
+        renamed = re.sub(r"that of (\w+)", lambda found: f"that of {names.get(found[1], found[1])}", rest)
+        if subject not in names and renamed == rest:
             raise
-        raise type(error)(names[subject] + rest).with_traceback(error.__traceback__) from None
+        raise type(error)(names.get(subject, subject) + renamed).with_traceback(error.__traceback__) from None
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -273,13 +274,13 @@ def check_constant(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected a constant, got a tensor that requires a gradient; pass its detach()")
 
 
-def check_floating(name: str, tensor: object, tokens: Tensor) -> None:
+def check_floating(name: str, tensor: object, tokens: Tensor, subject: str = "logits") -> None:
     """A dense floating-point tensor on the device of ``tokens``."""
     check_tensor(name, tensor)
     assert isinstance(tensor, Tensor)
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         raise TypeError(f"{name}: dtype must be floating point, dense, got {tensor.dtype}, {tensor.layout}")
-    check_device(name, tensor, tokens, "the logits")
+    check_device(name, tensor, tokens, subject)
 
 
 def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> None:
@@ -287,9 +288,9 @@ def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> Non
         raise ValueError(f"{name}: device must be that of {subject}, {tokens.device}, got {tensor.device}")
 
 
-def check_row_numbers(name: str, numbers: Tensor, tokens: Tensor, shape: tuple[int, ...]) -> None:
+def check_row_numbers(name: str, numbers: Tensor, tokens: Tensor, shape: tuple[int, ...], subject: str) -> None:
     """One floating-point number, or one for each token; the values are not looked at."""
-    check_floating(name, numbers, tokens)
+    check_floating(name, numbers, tokens, subject)
     if numbers.numel() != 1 and numbers.shape != shape:
         expected = f"1 element, or the shape of the labels, {tuple(shape)}"
         raise ValueError(f"{name}: expected {expected}, got shape {_shape(numbers)}")

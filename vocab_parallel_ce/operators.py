@@ -95,6 +95,7 @@ def record_of(kind: Any, tensors: tuple[Tensor | None, ...]) -> Any:
 
 def tensors_of(targets: Any) -> tuple[Tensor | None, ...]:
     """Return targets as an operator takes them; what it has no room for is None."""
+    assert all(target is None for target in targets[MOST_TARGETS:]), "MOST_TARGETS leaves one out"
     return (*targets, *(None,) * MOST_TARGETS)[:MOST_TARGETS]
 
 
@@ -162,7 +163,7 @@ def _options(loss: Loss, settings: Settings, *, class_weight: bool = False) -> A
 def outputs_asked(loss: Loss, settings: Settings) -> dict[str, bool]:
     """Return the names of the outputs that are asked for, and whether they have a gradient.
 
-    Beside a gradient that forward computes they have none. Calls that ask for one there are eager or in_backward.
+    They have none alongside a gradient that forward computes. Calls that ask for one there are eager or in_backward.
     """
     outputs, later = loss.outputs(_options(loss, settings)), settings.gradient != "in_forward"
     return {"loss": True, **{name: has_gradient and later for name, has_gradient in outputs.items()}}

@@ -329,11 +329,6 @@ def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
     return labels.long() == ignore_index
 
 
-def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """``[]`` int64, how many labels are not ignored."""
-    return (labels.long() != ignore_index).sum()
-
-
 def label_weights(
     class_weight: Tensor, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
 ) -> Tensor:

@@ -1,8 +1,9 @@
 """Targets: the tensors that stand alongside logits. A role says of what a tensor has numbers; the rest follows.
 
 A loss declares its targets as a NamedTuple whose fields are ``Annotated`` with a role: :class:`RowIds`,
-:class:`RowNumbers`, :class:`Columns`, or :class:`Grid`. From it follow what is checked, what launchers take, how the
-rows of a head are ordered and cut into chunks, what ``torch.compile`` is told, and what ranks compare.
+:class:`RowNumbers`, :class:`Columns`, or :class:`Grid`; of another head, :class:`HeadStates` or :class:`HeadRows`. From
+it follow what is checked, what launchers take, how the rows of a head are ordered and cut into chunks, what
+``torch.compile`` is told, and what ranks compare.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks
@@ -96,7 +98,7 @@ class RowNumbers(Role):
         self.fill = fill
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_row_numbers(name, target, tokens.tensor, tokens.shape)
+        checks.check_row_numbers(name, target, tokens.tensor, tokens.shape, tokens.subject)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         values = flat(target.detach().to(compute_dtype(tokens.tensor.dtype)))
@@ -115,7 +117,7 @@ class Columns(Role):
     """``[V]``, a floating-point number of each column, or ``[C]`` of this rank's."""
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_floating(name, target, tokens.tensor)
+        checks.check_floating(name, target, tokens.tensor, tokens.subject)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         """Return ``[n]`` of the valid columns, of the arithmetic's dtype, at a boundary of 16 bytes."""
@@ -165,6 +167,7 @@ class HeadStates(Role):
         checks.check_tensor(name, target)
         checks.check_parameter(name, target)
         checks.check_device(name, target, tokens.tensor, tokens.subject)
+        check_not_overwritten(target, name)
         if target.shape[:-1] != tokens.shape or target.dim() < 2:
             expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
@@ -180,6 +183,7 @@ class HeadRows(Role):
         checks.check_tensor(name, target)
         checks.check_parameter(name, target)
         checks.check_device(name, target, tokens.tensor, tokens.subject)
+        check_not_overwritten(target, name)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         check_columns(target.shape[0], settings, plan, subject=f"{name}: rows")
@@ -254,11 +258,10 @@ def with_padding(
 
 def with_a_column(tensor: Tensor, dim: int) -> Tensor:
     """Return ``tensor``, with zeros where its dimension ``dim`` is empty."""
-    if tensor.shape[dim]:
+    if tensor.dim() == 0 or tensor.shape[dim]:
         return tensor
-    shape = list(tensor.shape)
-    shape[dim] = 1
-    return tensor.new_zeros(shape)
+    # Not new_zeros: whether the caller's tensor requires a gradient is checked later.
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim % tensor.dim()) + (0, 1))
 
 
 # Checks.

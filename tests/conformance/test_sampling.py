@@ -311,6 +311,7 @@ def test_refusals_by_name():
             token_log_probs(**{"logits": logits, "labels": labels, "threshold": threshold} | changed)
     for error, words, given in (
         (TypeError, "logits: expected a torch.Tensor", {"logits": [1.0]}),
+        (ValueError, "logits: expected shape", {"logits": torch.tensor(1.0)}),
         (ValueError, r"top_p: must be in \(0, 1\], got 0.0$", {"top_p": 0.0}),
         (ValueError, r"top_p: must be in \(0, 1\], got 1.1$", {"top_p": 1.1}),
         (ValueError, "top_k .None: all.: must be", {"top_k": 0}),

@@ -255,3 +255,26 @@ def test_without_a_size_verification_gives_every_rank_the_same_error(rank_pool, 
         f"ValueError: rank 3 of 4: weight: expected shape [C, 4] with rows, got (0, 4); {remedy}"
     )
     assert {name: error for name, error in of_ranks[0].items() if error is not None} == expected
+
+
+def _that_require_a_gradient(rank, group, impl):
+    """Messages of targets that require a gradient, which a rank without columns has of none."""
+    start, stop = BOUNDS[rank]
+    m, on = _made(device_of(rank, group)), {"group": group, "vocab_size": V, "impl": impl}
+    logits = m["teacher"][:, start:stop].clone().requires_grad_() * 1
+    grid = m["teacher"][:, start:stop].softmax(-1).requires_grad_()
+    weights = torch.ones(stop - start, device=logits.device, requires_grad=True)
+    return [
+        error_of(partial(vp.vocab_parallel_cross_entropy, logits, grid, **on)),
+        error_of(partial(vp.distillation_loss, logits, grid, **on)),
+        error_of(partial(vp.vocab_parallel_cross_entropy, logits, m["labels"], class_weight=weights, **on)),
+    ]
+
+
+@in_four_ranks
+def test_targets_that_require_a_gradient_are_refused_on_every_rank(rank_pool, impl):
+    """A rank that padded them first forgot it, and waited for the others."""
+    expected = "expected a tensor that requires no gradient, got one that does; pass its detach()"
+    names = "labels", "teacher", "class_weight"
+    for errors in rank_pool.run(_that_require_a_gradient, impl):
+        assert errors == [f"TypeError: {name}: {expected}" for name in names]

@@ -13,7 +13,14 @@ from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.logits import BOUNDS, assembled, even
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import Head, TopKTeacher, VocabShard, linear_distillation_loss, verify_calls
+from vocab_parallel_ce import (
+    Head,
+    TopKTeacher,
+    VocabShard,
+    linear_distillation_loss,
+    verify_calls,
+    vocab_parallel_cross_entropy,
+)
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
 FACTORS = torch.linspace(-0.5, 1.5, TOKENS)  # of unreduced losses
@@ -254,7 +261,11 @@ def test_refusals_by_name():
     made["student_weight"].requires_grad_()
     for error, words, changed in (
         (TypeError, "teacher.weight: .*detach", {"teacher_weight": made["teacher_weight"].clone().requires_grad_()}),
-        (ValueError, "teacher.hidden: shape", {"teacher_hidden": made["teacher_hidden"][:3]}),
+        (
+            ValueError,
+            "teacher.hidden: shape must be that of student.hidden",
+            {"teacher_hidden": made["teacher_hidden"][:3]},
+        ),
         (TypeError, "teacher.weight: dtype", {"teacher_weight": made["teacher_weight"].double().bfloat16()}),
         (ValueError, "teacher.weight: expected shape", {"teacher_weight": made["teacher_weight"][:, :3]}),
         (ValueError, "teacher.bias: expected shape", {"teacher_bias": made["teacher_bias"][:3]}),
@@ -299,3 +310,12 @@ def test_a_teacher_of_inference_mode_is_refused_where_backward_needs_it():
     linear_distillation_loss(*heads_of(made), labels=labels).backward()
     with pytest.raises(ValueError, match=r"^teacher.weight: expected .* pass its clone\(\)"):
         linear_distillation_loss(*heads_of(made), labels=labels, reduction="none")
+
+
+@pytest.mark.reference
+def test_a_teacher_that_holds_a_gradient_is_refused():
+    made, labels = inputs()
+    logits = made["teacher_hidden"].detach().clone().requires_grad_() * 1
+    vocab_parallel_cross_entropy(logits, labels.clamp(min=0) % logits.shape[-1], gradient="in_forward")
+    with pytest.raises(ValueError, match=r"^teacher.hidden: expected logits, got memory in which an earlier call"):
+        linear_distillation_loss(*heads_of(made | {"teacher_hidden": logits.detach()}), labels=labels)

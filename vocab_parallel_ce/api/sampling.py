@@ -81,13 +81,13 @@ def sampling_threshold(
         tensor([-0.6931])
     """
     checks.check_tensor("logits", logits)
+    padded = F.pad(logits, (0, 1)) if logits.dim() > 1 and not logits.shape[-1] else logits
+    checks.check_logits(padded)
     k = None if top_k is None else checks.checked_count("top_k (None: all)", top_k)
     checks.check_number("top_p", top_p, positive=True, at_most=1)
     group = process_group_of(group)
     rank, n_ranks = group_position(group)
     shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
-    padded = logits if shard.n_columns else F.pad(logits, (0, 1))
-    checks.check_logits(padded)
     checks.check_no_transforms(logits)
     number, of_rows = 1.0, None
     if isinstance(temperature, Tensor):
