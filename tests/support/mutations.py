@@ -37,6 +37,7 @@ NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
+OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
@@ -51,7 +52,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
     "layout": "tests/logits/test_losses.py tests/kernels tests/conformance tests/logits tests/linear",
-    "targets": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
+    "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
     "head/": OF_HEADS,
