@@ -160,22 +160,6 @@ class Grid(Role):
         return walkable(with_a_column(target.detach(), dim=-1))
 
 
-class HeadStates(Role):
-    """``[..., D]``, hidden states of another head, in the order of the tokens."""
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_tensor(name, target)
-        checks.check_parameter(name, target)
-        checks.check_device(name, target, tokens.tensor, tokens.subject)
-        check_not_overwritten(target, name)
-        if target.shape[:-1] != tokens.shape or target.dim() < 2:
-            expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
-
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        return target.detach().reshape(-1, target.shape[-1])
-
-
 class HeadRows(Role):
     """``[C, ...]``, the weight or the bias of another head."""
 
@@ -188,6 +172,19 @@ class HeadRows(Role):
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         check_columns(target.shape[0], settings, plan, subject=f"{name}: rows")
         return with_a_column(target.detach(), dim=0)
+
+
+class HeadStates(HeadRows):
+    """``[..., D]``, hidden states of another head, in the order of the tokens."""
+
+    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
+        super().check(name, target, tokens, settings)
+        if target.shape[:-1] != tokens.shape or target.dim() < 2:
+            expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
+            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
+
+    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+        return target.detach().reshape(-1, target.shape[-1])
 
 
 # What follows from the roles of a record. None stands for a target that was not passed.

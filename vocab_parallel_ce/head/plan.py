@@ -25,7 +25,7 @@ from vocab_parallel_ce.head.chunks import (
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Plan, PlanKey, checked_divisor, comparable, has_weights, make_plan, types_of
+from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, comparable, has_weights, types_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.targets import Head, Tokens, check, check_can_be_saved, local, passed, with_padding
@@ -345,7 +345,8 @@ def _plan_of_logits(
         is_aligned=not key.knows_grad_output and logits_dtype == key.dtype and not recomputes,
         class_weight=key.class_weight,
     )
-    return make_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), of_logits)
+    # Cached apart from the number of tokens, which may be another at each step.
+    return cached_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), of_logits)
 
 
 def gradient_of(settings: Settings, head: HeadSettings, dtype: torch.dtype) -> str:

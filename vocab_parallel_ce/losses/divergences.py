@@ -111,8 +111,8 @@ class DivergenceLoss(Loss):
             _check_head(targets)
 
     def in_order(self, targets: TeacherHead, order: Any, settings: Settings) -> TeacherHead:
-        labels = None if targets.labels is None else order.to_rows(targets.labels.long(), int(settings.ignore_index))
-        return targets._replace(labels=labels, token_of_row=order.token_of_row)
+        ordered: TeacherHead = super().in_order(targets, order, settings)
+        return ordered._replace(token_of_row=order.token_of_row)
 
     def at(self, targets: TeacherHead, rows: slice) -> Teacher:
         """Make the teacher's logits of these rows."""
