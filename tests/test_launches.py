@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conformance import test_sampling as of_sampling
-from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
+from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, programs
 from tests.support.kernels.launches import Entry, options_of, recorded, wanted
 from tests.support.random.calls import KINDS, Where, run_call
 from tests.support.random.tables import configurations
@@ -100,9 +100,9 @@ def chosen_as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(plan, "select", chosen)
     monkeypatch.setattr(plan, "begins_at_a_boundary", lambda logits: logits.data_ptr() % VECTOR_BYTES == 0)
     monkeypatch.setattr(one_pass, "_multiprocessors", lambda device: 132)
-    plan._cached_plan.cache_clear()
+    forget_plans()
     yield
-    plan._cached_plan.cache_clear()
+    forget_plans()
     torch.set_num_threads(threads)
 
 

@@ -22,7 +22,7 @@ from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import Tokens, check, local
+from vocab_parallel_ce.targets import Tokens, are_local, check, check_memory, local
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
 top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     other_outputs: dict[str, torch.dtype]  # fields of TokenOutputs alongside the loss that are asked for, in order
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
+    takes_targets: bool = False  # whether launchers take a caller's targets as they are
 
 
 class Call(NamedTuple):
@@ -69,6 +70,27 @@ class PlanKey(NamedTuple):
     class_weight: bool = False  # whether there is one
 
 
+# Of calls over logits that were checked, by their keys.
+_plans: dict[tuple[Any, ...], Plan] = {}
+MOST_PLANS = 1024
+
+
+def call_key(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Any:
+    """Return what the checks and the plan of a call over logits depend on: all except values and memory."""
+    kinds = [
+        None if t is None else (type(t), t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous())
+        for t in (logits, *targets)
+    ]
+    mode: Any = settings.gradient
+    if mode == "auto":
+        mode = may_overwrite(logits)
+    elif mode == "in_forward":
+        mode = begins_at_a_boundary(logits), is_view_in_graph(logits)
+    size = settings.vocab_size
+    types = (*map(type, settings), *map(type, size)) if isinstance(size, VocabShard) else tuple(map(type, settings))
+    return loss, settings, types, position, torch.is_grad_enabled(), mode, *kinds
+
+
 def plan_call(
     loss: Loss,
     logits: Tensor,
@@ -79,20 +101,41 @@ def plan_call(
 ) -> tuple[Call, Any]:
     """Check the arguments of a loss over logits, and return its call and the targets as launchers take them.
 
-    Changes nothing.
+    What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
-    checks.check_logits(logits)
     checks.check_no_transforms(logits, *targets)
-    tokens = Tokens(logits, "logits", logits.shape[:-1])
-    check(targets, tokens, settings)
-    loss.check(targets, tokens, settings)
-    plan = plan_of(loss, logits, targets, settings, *group_position(group))
+    position = (0, 1) if group is None else group_position(group)
+    try:
+        key = call_key(loss, logits, targets, settings, position)
+        plan = _plans.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # no plain tensor, or no hash: the checks say so by name
+        key = plan = None
+    if plan is None:
+        plan = checked_plan(loss, logits, targets, settings, position)
+        if key is not None:
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
     check_not_overwritten(logits)
+    local_targets = targets
+    if loss.reads_in_place or not plan.takes_targets:
+        tokens = Tokens(logits, "logits", logits.shape[:-1])
+        check_memory(targets, tokens, settings)
+        local_targets = local(targets, tokens, settings, plan)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
-    local_targets = local(targets, tokens, settings, plan)
     if verify.open_calls:
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor), local_targets
+
+
+def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Plan:
+    """Check the arguments of a loss over logits, except their memory, and return the plan."""
+    checks.check_logits(logits)
+    tokens = Tokens(logits, "logits", logits.shape[:-1])
+    check(targets, tokens, settings)
+    loss.check(targets, tokens, settings)
+    plan = plan_of(loss, logits, targets, settings, *position)
+    return plan._replace(takes_targets=are_local(targets, settings))
 
 
 def checked_divisor(num_items: float | Tensor, reduction: str, tokens: Tensor) -> Tensor:
@@ -202,8 +245,7 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
     that runs before and uses a saved value. Raised in forward, it would lose hooks; see :func:`is_view_in_graph`.
     """
     if gradient == "auto":
-        base = logits._base
-        return "auto" if may_overwrite(logits if base is None else base) else "out_of_place"
+        return "auto" if may_overwrite(logits) else "out_of_place"
     if gradient == "in_forward" and torch.is_grad_enabled() and is_view_in_graph(logits):
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
@@ -213,13 +255,14 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
     return gradient
 
 
-def may_overwrite(owner: Tensor) -> bool:
-    """Whether autograd sees every reader of ``owner``, the logits or their base.
+def may_overwrite(logits: Tensor) -> bool:
+    """Whether autograd sees every reader of the memory's owner, the logits or their base.
 
     It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
     DTensor's local one). Nor for a subclass, which may wrap a tensor that somebody holds. Nor under saved-tensor hooks:
     autograd compares no version of what went through them.
     """
+    owner = logits if logits._base is None else logits._base
     return type(owner) is Tensor and not owner.is_leaf and has_no_hooks()
 
 

@@ -91,15 +91,12 @@ def exchange(call: Call, logits: Tensor, targets: Any, stats: Stats, begun: Any 
         all_gather_stats(stats[1], plan.rank, call.group)
 
 
-def divisor_of(call: Call, targets: Any, stats: Stats, count: Tensor | None) -> Tensor | None:
-    """Return ``[1]``, what divides the losses, of the same bits on all ranks. None: nothing does."""
-    plan = call.plan
+def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
+    """Return ``[1]``, what divides the losses of a mean, of the same bits on all ranks."""
     if plan.mean_over == "weights":
         index = plan.options.statistics.index("target_weight")
         return stats[0].select(2, index).sum().view(1)  # to index with ... takes microseconds longer
-    if plan.mean_over == "rows" and count is None:
-        return rows_of_mean(plan.loss.ignored(targets, plan.options), stats[0][0, :, 0])
-    return call.divisor if count is None else count
+    return rows_of_mean(plan.loss.ignored(targets, plan.options), stats[0][0, :, 0])
 
 
 def rows_of_mean(ignored: Tensor | None, rows: Tensor) -> Tensor:
@@ -120,10 +117,11 @@ def forward(
     call: Call, logits: Tensor, targets: Any, shape: Sequence[int]
 ) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
-    plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
+    plan, outputs, divisor = call.plan, new_outputs(call.plan, shape, logits), call.divisor
     stats, count = local_statistics(plan, logits, targets)
     exchange(call, logits, targets, stats)
-    divisor = divisor_of(call, targets, stats, count)
+    if plan.mean_over:
+        divisor = divisor_of(plan, targets, stats) if count is None else count
     return fill_outputs(plan, stats, targets, divisor, outputs), stats, divisor
 
 
@@ -166,10 +164,9 @@ def write_gradient(
 ) -> None:
     """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
     loss = logits.new_zeros(1, dtype=torch.float32) if grads.loss is None else grads.loss
-    of_rows: list[Tensor | None] = [loss.reshape(-1, *plan.row_shape) if plan.row_shape else per_row(loss, logits)]
-    if plan.other_outputs:
-        of_rows += [None if grad is None else per_row(grad, logits) for grad in grads[1:]]
-    plan.launchers.gradient(logits, targets, stats, divisor, GradOutputs(*of_rows), grad_logits)
+    loss = loss.reshape(-1, *plan.row_shape) if plan.row_shape else per_row(loss, logits)
+    others = [None if grad is None else per_row(grad, logits) for grad in grads[1:]] if plan.other_outputs else ()
+    plan.launchers.gradient(logits, targets, stats, divisor, GradOutputs(loss, *others), grad_logits)
 
 
 def raise_version(overwritten: Tensor) -> None:
@@ -186,11 +183,6 @@ def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
         ctx.mark_non_differentiable(*[getattr(outputs, name) for name in plan.constants])
     last = next(reversed(plan.other_outputs))
     return outputs[: 1 + TokenOutputs._fields.index(last)]  # a None that is returned takes time
-
-
-def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
-    """Return the outputs that an autograd Function returned."""
-    return TokenOutputs(*returned) if plan.other_outputs else TokenOutputs(returned)
 
 
 def run_backward(
@@ -236,21 +228,6 @@ def check_loss_alone(grads: GradOutputs) -> None:
             )
 
 
-def begin(ctx: Any, call: Any) -> None:
-    """Prepare the context of an autograd Function over logits for :func:`run_backward`."""
-    ctx.call, ctx.handed_on = call, False
-    ctx.set_materialize_grads(False)
-    if call.plan.gradient == "auto":
-        measure()
-    elif call.plan.gradient != "out_of_place":
-        ctx.age = current_age()
-
-
-def writes_in_place(mode: str, saved: tuple[Any, ...]) -> bool:
-    """Return whether the gradient goes over the logits ``saved[0]``, which the caller holds in no other way."""
-    return is_sole_owner(saved) if mode == "auto" else mode != "out_of_place"
-
-
 def mark_written(ctx: Any, kept: Tensor, logits: Tensor, version_before: int) -> None:
     """Make autograd refuse ``kept``, overwritten through ``logits``; by-name modes make losses refuse it too."""
     increment_version(logits)  # of a view in the graph itself, it would rebuild the node
@@ -263,9 +240,14 @@ class OverLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Any, call: Call) -> Any:
-        begin(ctx, call)
+        ctx.call, ctx.handed_on = call, False
+        ctx.set_materialize_grads(False)
         plan = call.plan
         *shape, _ = logits.shape  # to cut a torch.Size takes longer
+        if plan.gradient == "auto":
+            measure()
+        elif plan.gradient != "out_of_place":
+            ctx.age = current_age()
         if plan.gradient == "in_forward":
             version = logits._version
             outputs, grad = forward_in_place(call, logits, targets, shape)
@@ -273,8 +255,11 @@ class OverLogits(torch.autograd.Function):
                 mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
-            kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
-            outputs, stats, divisor = forward(call, walkable(kept), targets, shape)
+            kept = source = logits
+            if not logits.is_contiguous():
+                kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
+                source = walkable(kept)
+            outputs, stats, divisor = forward(call, source, targets, shape)
             ctx.save_for_backward(kept, divisor, *stats, *targets)
         return as_returned(ctx, outputs, plan)
 
@@ -288,7 +273,8 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
     plan: Plan = ctx.call.plan
     if plan.gradient == "in_forward":
         check_loss_alone(grads)
-    ctx.handed_on = writes_in_place(plan.gradient, saved)
+    # "auto": over the logits if the caller holds them in no other way. So nothing else may hold them here.
+    ctx.handed_on = is_sole_owner(saved) if plan.gradient == "auto" else plan.gradient != "out_of_place"
     kept: Tensor = saved[0]
     if ctx.handed_on:
         version = kept._version

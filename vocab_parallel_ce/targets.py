@@ -58,9 +58,16 @@ class Role:
         """Raise unless a target of the caller's fits the tokens and the settings."""
         raise NotImplementedError
 
+    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
+        """Raise unless the memory of a target can be read where it lies, in backward too."""
+
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         """Return the checked target as launchers take it: flat rows, this rank's columns."""
         raise NotImplementedError
+
+    def is_local(self, target: Tensor, settings: Settings) -> bool:
+        """Whether that is the caller's target itself, in all calls of its shape and layout."""
+        return False
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Tensor:
         """Return a local target in the order of a head's rows, a ``TokenOrder``."""
@@ -82,6 +89,9 @@ class RowIds(Role):
         if settings.check_labels:
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
         return flat(target)
+
+    def is_local(self, target: Tensor, settings: Settings) -> bool:
+        return target.dim() == 1 and target.is_contiguous() and not settings.check_labels
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
         return order.to_rows(target.long(), int(settings.ignore_index))
@@ -153,6 +163,9 @@ class Grid(Role):
         if target.dim() == 0 or target.shape[:-1] != tokens.shape:
             expected = f"that of {subject} up to the last dimension, {tuple(logits.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
+        checks.check_device(name, target, tokens.tensor, tokens.subject)
+
+    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         check_alongside(name, target, tokens, settings)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
@@ -167,6 +180,8 @@ class HeadRows(Role):
         checks.check_tensor(name, target)
         checks.check_parameter(name, target)
         checks.check_device(name, target, tokens.tensor, tokens.subject)
+
+    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         check_not_overwritten(target, name)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
@@ -194,13 +209,14 @@ class HeadStates(HeadRows):
 ROLES: dict[Any, tuple[tuple[str, str, Role, bool], ...]] = {}
 
 
-def register(kind: Any) -> None:
-    """Find the roles of a NamedTuple of targets."""
+def register(kind: Any) -> bool:
+    """Find the roles of a NamedTuple of targets. Return whether one is read where it lies."""
     found = []
     for field, hint in get_type_hints(kind, include_extras=True).items():
         role = next(each for each in get_args(hint) if isinstance(each, Role))
         found.append((field, role.name or field, role, field in kind._field_defaults))
     ROLES[kind] = tuple(found)
+    return any(type(role).check_memory is not Role.check_memory for _, _, role, _ in found)
 
 
 def passed(targets: Any) -> Iterator[tuple[str, Tensor, Role]]:
@@ -217,6 +233,17 @@ def check(targets: Any, tokens: Tokens, settings: Settings) -> None:
             role.check(name, target, tokens, settings)
             if target.requires_grad:
                 check_requires_no_gradient(name, target)
+
+
+def check_memory(targets: Any, tokens: Tokens, settings: Settings) -> None:
+    """Raise unless the memory of checked targets can be read where it lies."""
+    for name, target, role in passed(targets):
+        role.check_memory(name, target, tokens, settings)
+
+
+def are_local(targets: Any, settings: Settings) -> bool:
+    """Whether :func:`local` would return the caller's targets themselves."""
+    return all(role.is_local(target, settings) for _, target, role in passed(targets))
 
 
 def local(targets: Record, tokens: Tokens, settings: Settings, plan: Any) -> Record:
@@ -265,10 +292,8 @@ def with_a_column(tensor: Tensor, dim: int) -> Tensor:
 
 
 def check_alongside(name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-    """Check a tensor that is read alongside each logit, in backward too, and is never written."""
-    checks.check_no_transforms(target)
+    """Check the memory of a tensor that is read alongside each logit, in backward too, and is never written."""
     check_not_overwritten(target, name)
-    checks.check_device(name, target, tokens.tensor, tokens.subject)
     if not (torch.is_grad_enabled() and tokens.tensor.requires_grad):
         return
     check_can_be_saved(name, target)

@@ -53,7 +53,7 @@ def stats_by_kernel(
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.online_softmax(logits, beside, (stats,), 0, valid_rows, **own)
+    kernels.online_softmax(**own)(logits, beside, (stats,), 0, valid_rows)
     return stats[0], int(valid_rows)
 
 
@@ -73,9 +73,8 @@ def outputs_by_kernel(
 
     outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
-    kernels.token_outputs(
-        (stats,), Labels(labels), divisor, outputs, shard=shard, options=options._replace(temperature=None)
-    )
+    fill = kernels.token_outputs(shard, options._replace(temperature=None))
+    fill((stats,), Labels(labels), divisor, outputs)
     return outputs
 
 
@@ -95,7 +94,7 @@ def gradient_by_kernel(
 
     grad = logits if into is None else into
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.cross_entropy(logits, beside, (stats,), divisor, of_rows(grads), grad, **own)
+    kernels.cross_entropy(**own)(logits, beside, (stats,), divisor, of_rows(grads), grad)
     return grad
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.cases.inputs import batch
+from tests.support.kernels.launch_shapes import forget_plans
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import linear_cross_entropy, plan, run, vocab_parallel_cross_entropy
@@ -64,18 +65,16 @@ def one_launch(monkeypatch):
         shard = plan.VocabShard(0, logits.shape[-1], logits.shape[-1])
         stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
         count = torch.empty(1, dtype=torch.int32) if counted else None
-        kernels.online_softmax(logits, beside, (stats,), 0, count, shard=shard, options=options)
+        kernels.online_softmax(shard, options)(logits, beside, (stats,), 0, count)
         divisor = divisor if count is None else count
-        kernels.token_outputs((stats,), beside, divisor, outputs, shard=shard, options=options)
-        kernels.cross_entropy(
-            logits, beside, (stats,), divisor, run.GradOutputs(), logits, shard=shard, options=options
-        )
+        kernels.token_outputs(shard, options)((stats,), beside, divisor, outputs)
+        kernels.cross_entropy(shard, options)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
 
     monkeypatch.setattr(plan, "select", chosen)
     monkeypatch.setattr(one_pass, "one_pass", in_one_launch)
-    plan._cached_plan.cache_clear()
+    forget_plans()
     yield calls
-    plan._cached_plan.cache_clear()
+    forget_plans()
 
 
 @pytest.mark.interpreted(3)

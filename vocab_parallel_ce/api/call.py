@@ -26,7 +26,7 @@ from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import plan_call
-from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
+from vocab_parallel_ce.run import OverLogits, forward
 from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.targets import with_padding
 
@@ -205,7 +205,8 @@ def over_logits(
         return losses(loss, logits, targets, settings, group, num_items)
     call, targets = plan_call(loss, logits, targets, settings, group, num_items)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(OverLogits.apply(logits, targets, call), call.plan)
+        found = OverLogits.apply(logits, targets, call)
+        return TokenOutputs(*found) if call.plan.other_outputs else TokenOutputs(found)
     with torch.no_grad():
         return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
 
@@ -218,7 +219,8 @@ def over_head(loss: Loss, given: Arguments, settings: Settings, head: HeadSettin
         return linear_losses(loss, given, settings, head)
     linear, local, targets = plan_linear_call(loss, given, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
-        outputs = as_token_outputs(OverHead.apply(*local, targets, linear), linear.call.plan)
+        found = OverHead.apply(*local, targets, linear)
+        outputs = TokenOutputs(*found) if linear.call.plan.other_outputs else TokenOutputs(found)
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
             outputs, *_ = loops.forward(linear, local, targets)

@@ -122,6 +122,8 @@ def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, sub
     tokens = Tokens(student, subject, student.shape[:-1])
     check_requires_no_gradient("teacher.log_probs", teacher.log_probs)
     if not is_traced():
+        checks.check_no_transforms(teacher.log_probs)
+        checks.check_device("teacher.log_probs", teacher.log_probs, student, subject)
         check_alongside("teacher.log_probs", teacher.log_probs, tokens, settings)
     if labels is not None:
         RowIds().check("labels", labels, tokens, settings)

@@ -28,7 +28,7 @@ from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, comparable, has_weights, types_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import label_weights
-from vocab_parallel_ce.targets import Head, Tokens, check, check_can_be_saved, local, passed, with_padding
+from vocab_parallel_ce.targets import Head, Tokens, check, check_can_be_saved, check_memory, local, passed, with_padding
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
@@ -106,6 +106,7 @@ def plan_linear_call(
     tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, n_ranks, head))
     check(given.targets, tokens, settings)
     loss.check(given.targets, tokens, settings)
+    check_memory(given.targets, tokens, settings)
     bias = None if given.head.bias is None else local_rows("bias", given.head.bias, given.group)
     weight = local_rows("weight", given.head.weight, given.group)
     if is_dtensor(given.head.weight):

@@ -17,7 +17,7 @@ is left alone. So the usual ``loss.backward()`` of a reduced loss costs one shor
 once and written once, and the gradient is rounded a second time.
 """
 
-import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import triton
@@ -88,29 +88,31 @@ def loss_kernel(
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
 
-def token_outputs(
-    stats: tuple[Tensor],
-    targets: Labels,
-    divisor: Tensor | None,
-    outputs: TokenOutputs,
-    total: Tensor | None = None,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-) -> None:
-    """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given.
+def token_outputs(shard: VocabShard, options: LossOptions) -> Callable[..., None]:
+    """Return the launcher of the outputs."""
+    launch_of = cache_launches(lambda block, n_ranks: _outputs(block, n_ranks, shard.vocab_size, options))
 
-    ``total []``, if given, gets the sum of the losses: of up to SUMMED_ROWS rows in the same launch.
-    """
-    n_ranks, n_rows, _ = stats[0].shape
-    in_launch = total if 0 < n_rows <= SUMMED_ROWS else None
-    # The next power of two; triton.next_power_of_2 takes 3 us.
-    block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
-    tensors = (targets.labels, stats[0], divisor, *outputs, in_launch)
-    launch = _outputs(block, n_ranks, shard.vocab_size, options)
-    launch(-(-n_rows // block), tensors, (n_rows,))
-    if total is not None and in_launch is None:
-        sum_losses(outputs.loss, total)
+    def fill(
+        stats: tuple[Tensor],
+        targets: Labels,
+        divisor: Tensor | None,
+        outputs: TokenOutputs,
+        total: Tensor | None = None,
+    ) -> None:
+        """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given.
+
+        ``total []``, if given, gets the sum of the losses: of up to SUMMED_ROWS rows in the same launch.
+        """
+        n_ranks, n_rows, _ = stats[0].shape
+        in_launch = total if 0 < n_rows <= SUMMED_ROWS else None
+        # The next power of two; triton.next_power_of_2 takes 3 us.
+        block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
+        tensors = (targets.labels, stats[0], divisor, *outputs, in_launch)
+        launch_of(block, n_ranks)(-(-n_rows // block), tensors, (n_rows,))
+        if total is not None and in_launch is None:
+            sum_losses(outputs.loss, total)
+
+    return fill
 
 
 @cache_launches
@@ -219,42 +221,48 @@ def cross_entropy_kernel(
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Labels,
-    stats: tuple[Tensor],
-    divisor: Tensor | None,
-    grads: GradOutputs,
-    grad_logits: Tensor,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-) -> None:
-    """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it.
+def cross_entropy(shard: VocabShard, options: LossOptions) -> Callable[..., None]:
+    """Return the launcher of the gradient."""
 
-    Each of ``grads``, fp32 ``[N]`` of any stride, multiplies the gradient of its output per row. None is 1 for the
-    loss, and 0 for the others.
-    A gradient of another dtype is of fp32 logits and 16 bits.
-    """
-    labels, class_weight, temperature, threshold = targets
-    n_ranks, n_rows, _ = stats[0].shape
-    base, rows = row_arguments(logits)
-    grad_base = base
-    if grad_logits is not logits:
-        grad_base, grad_rows = row_arguments(grad_logits)
-        assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
-        rows = grad_rows  # the smaller elements have the longer lines
-    of_columns = class_weight if options.smoothing else None
-    tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, grad_base, of_columns)
-    strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
-    of_rows = temperature is not None or threshold is not None
-    table, tiles = _table(n_ranks, options, of_rows, shard)
-    block, n_programs = gradient_shape(n_rows, shard, grad_base.element_size(), table, tiles)
-    launch = _gradient(rows, block, n_programs > 1, strides, n_ranks, shard, options)
-    launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
+    @cache_launches
+    def launch_of(
+        rows: Rows, n_rows: int, size: int, strides: tuple[int | None, ...], n_ranks: int, of_rows: bool
+    ) -> tuple[Launch, int]:
+        table, tiles = _table(n_ranks, options, of_rows, shard)
+        block, n_programs = gradient_shape(n_rows, shard, size, table, tiles)
+        return _gradient(rows, block, n_programs > 1, strides, n_ranks, shard, options), n_programs
+
+    def gradient(
+        logits: Tensor,
+        targets: Labels,
+        stats: tuple[Tensor],
+        divisor: Tensor | None,
+        grads: GradOutputs,
+        grad_logits: Tensor,
+    ) -> None:
+        """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it.
+
+        Each of ``grads``, fp32 ``[N]`` of any stride, multiplies the gradient of its output per row. None is 1 for the
+        loss, and 0 for the others. A gradient of another dtype is of fp32 logits and 16 bits.
+        """
+        labels, class_weight, temperature, threshold = targets
+        n_ranks, n_rows, _ = stats[0].shape
+        base, rows = row_arguments(logits)
+        grad_base = base
+        if grad_logits is not logits:
+            grad_base, grad_rows = row_arguments(grad_logits)
+            assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
+            rows = grad_rows  # the smaller elements have the longer lines
+        of_columns = class_weight if options.smoothing else None
+        tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, grad_base, of_columns)
+        strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
+        of_rows = temperature is not None or threshold is not None
+        launch, n_programs = launch_of(rows, n_rows, grad_logits.dtype.itemsize, strides, n_ranks, of_rows)
+        launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
+
+    return gradient
 
 
-@functools.lru_cache(maxsize=1024)
 def _table(n_ranks: int, options: LossOptions, of_rows: bool, shard: VocabShard) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 

@@ -64,20 +64,13 @@ class Launch:
         if device >= 0 and device != _current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
-        arguments: list[Any] = []
-        dtypes: list[torch.dtype | None] = []
+        arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
         all_bits = 0
-        for tensor in tensors:
-            if tensor is None:
-                arguments.append(None)
-                dtypes.append(None)
-            else:
-                address = tensor.data_ptr()
+        for address in arguments:
+            if address:
                 all_bits |= address
-                arguments.append(address)
-                dtypes.append(tensor.dtype)
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
-        key = (device, *dtypes)
         variant = self.variants.get(key)
         if special or variant is None:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
@@ -86,8 +79,8 @@ class Launch:
                 self.variants[key] = Variant.of(compiled)
             return
         arguments += self.values + sizes + self.tail
-        launch, start, has_sequence, _ = variant
-        stream = driver.active.get_current_stream(device)
+        launch, start, has_sequence, current_stream, _ = variant
+        stream = current_stream(device)
         if has_sequence:
             launch(n_programs, 1, 1, stream, *start, arguments)
         else:
@@ -100,17 +93,21 @@ class Variant(NamedTuple):
     launch: Callable[..., object]
     start: tuple[Any, ...]
     has_sequence: bool  # the kernel's arguments are one argument
+    current_stream: Callable[[int], int]
     compiled: Any  # from Triton 3.8 on, a kernel that nobody holds is unloaded from the GPU
 
     @classmethod
     def of(cls, compiled: Any) -> Variant:
         """Return what Triton's launcher in Python calls for a kernel without hooks and without memory of its own."""
         run, metadata, nothing = compiled.run, compiled.packed_metadata, (None, None)
-        start = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        start, stream = (
+            (compiled.function, run.launch_cooperative_grid, run.launch_pdl),
+            driver.active.get_current_stream,
+        )
         if not hasattr(run, "kernel_signature"):  # Triton 3.6
-            return cls(run.launch, (*start, *nothing, metadata, None, *nothing), False, compiled)
+            return cls(run.launch, (*start, *nothing, metadata, None, *nothing), False, stream, compiled)
         types = run.arg_annotations, run.kernel_signature
-        return cls(run.launch, (*start, metadata, None, *nothing, *nothing, *types), True, compiled)
+        return cls(run.launch, (*start, metadata, None, *nothing, *nothing, *types), True, stream, compiled)
 
 
 def _takes_more(run: Any) -> bool:

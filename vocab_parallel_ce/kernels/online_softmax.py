@@ -9,6 +9,7 @@ Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel re
 bytes per row, and of few rows 1 KiB per part and field. It does not read ignored rows or padding.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -282,35 +283,36 @@ def online_softmax_kernel(
     store_stats(of_labels.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
 
 
-def online_softmax(
-    logits: Tensor,
-    targets: Labels,
-    stats: tuple[Tensor],
-    rank: int,
-    count: Tensor | None = None,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-) -> None:
-    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``.
+def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., None]:
+    """Return the launcher of the statistics."""
 
-    ``count [1]`` int32, if given, gets the number of labels that are not ignored.
-    """
-    labels, class_weight, temperature, threshold = targets
-    n_rows = labels.shape[0]
-    base, rows = row_arguments(logits)
-    shape = statistics_shape(n_rows, shard, base.element_size(), 1)
-    parts, counted = None, count
-    if shape.is_cut:
-        block = shape.block
-        parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
-        tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
-        launch = _launch_of_parts(rows, shape, shard, options)
-        launch(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
-        counted = None
-    tensors = (base, labels, temperature, threshold, parts, stats[0], counted, class_weight)
-    launch = _launch(rows, shape, shard, options)
-    launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
+    @cache_launches
+    def launches(rows: Rows, n_rows: int, size: int) -> tuple[StatisticsBlock, Launch, Launch | None]:
+        shape = statistics_shape(n_rows, shard, size, 1)
+        of_parts = _launch_of_parts(rows, shape, shard, options) if shape.is_cut else None
+        return shape.block, _launch(rows, shape, shard, options), of_parts
+
+    def statistics(
+        logits: Tensor, targets: Labels, stats: tuple[Tensor], rank: int, count: Tensor | None = None
+    ) -> None:
+        """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``.
+
+        ``count [1]`` int32, if given, gets the number of labels that are not ignored.
+        """
+        labels, class_weight, temperature, threshold = targets
+        n_rows = labels.shape[0]
+        base, rows = row_arguments(logits)
+        block, launch, of_parts = launches(rows, n_rows, logits.dtype.itemsize)
+        parts, counted = None, count
+        if of_parts is not None:
+            parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
+            tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
+            of_parts(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
+            counted = None
+        tensors = (base, labels, temperature, threshold, parts, stats[0], counted, class_weight)
+        launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
+
+    return statistics
 
 
 def n_lane_fields(options: LossOptions) -> int:

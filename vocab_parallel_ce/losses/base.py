@@ -59,14 +59,15 @@ class Loss:
 
     Targets: type  # a NamedTuple of tensors, whose roles ``targets`` reads
     HeadTargets: type  # those of a head, if they are others
+    reads_in_place: bool  # whether a target is read where it lies, in backward too
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
     def __init__(self) -> None:
         kind = type(self)
         self.name = kind.__module__.rpartition(".")[2]
         self.HeadTargets = getattr(kind, "HeadTargets", kind.Targets)
-        register(self.Targets)
         register(self.HeadTargets)
+        self.reads_in_place = register(self.Targets)
         other = type(LOSSES.setdefault(self.name, self))
         if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ValueError(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Annotated, NamedTuple
 
@@ -72,11 +71,10 @@ class LabelLoss(Loss):
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        own = {"shard": shard, "options": options}
         return Launchers(
-            functools.partial(kernels.online_softmax, **own),
-            functools.partial(kernels.token_outputs, **own),
-            functools.partial(kernels.cross_entropy, **own),
+            kernels.online_softmax(shard, options),
+            kernels.token_outputs(shard, options),
+            kernels.cross_entropy(shard, options),
             kernels.element_mul,
             widths=(len(options.statistics),),
         )

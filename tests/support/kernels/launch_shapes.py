@@ -45,4 +45,10 @@ def _limits(**limits: Any) -> Iterator[None]:
 def _forget_shapes() -> None:
     blocks.statistics_shape.cache_clear()
     blocks.gradient_shape.cache_clear()
+    forget_plans()
+
+
+def forget_plans() -> None:
+    """Let the next call make its plan again."""
     plan._cached_plan.cache_clear()
+    plan._plans.clear()
