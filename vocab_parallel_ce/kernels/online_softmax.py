@@ -12,6 +12,7 @@ bytes per row, and of few rows 1 KiB per part and field. It does not read ignore
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -323,17 +324,20 @@ def n_lane_fields(options: LossOptions) -> int:
 
 @cache_launches
 def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
-    block, is_cut, at_once = shape
-    if not is_cut and (n_lane_fields(options) > 2 or options.softcap is not None):
+    (block, is_cut, at_once), compiler = shape, {}
+    if not is_cut and at_once > 1 and (n_lane_fields(options) > 2 or options.softcap is not None):
         at_once = 1  # several parts of logits would take too many registers
+        if options.softcap is None and torch.version.hip is None:
+            # Two do not. Without the bound, ptxas takes 32 and loads the second part when it has used the first.
+            at_once, compiler = 2, {"maxnreg": 64}
     values = (shard.n_valid, block.n_parts, shard.vocab_size, options)
-    return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=at_once)
+    return _walk_launch(online_softmax_kernel, rows, values, block, shard, compiler, UNROLLED=at_once)
 
 
 @cache_launches
 def _launch_of_parts(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
     values = (shard.n_valid, shape.block.n_parts, options)
-    return _walk_launch(part_kernel, rows, values, shape.block, shard)
+    return _walk_launch(part_kernel, rows, values, shape.block, shard, {})
 
 
 def _walk_launch(
@@ -342,9 +346,10 @@ def _walk_launch(
     values: tuple[Any, ...],
     block: StatisticsBlock,
     shard: VocabShard,
+    compiler: dict[str, int],
     **more: int,
 ) -> Launch:
     layout, has_edges = rows
     constants = {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes}
     constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
-    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps)
+    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, **compiler)

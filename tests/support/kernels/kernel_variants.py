@@ -98,6 +98,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "plain")
     yield stats("bf16", False, "plain", at_once=8)
     yield stats("bf16", False, "plain", counted=True, at_once=8)
+    yield stats("bf16", False, "entropy", at_once=8)
+    yield stats("bf16", False, "all", at_once=8)
     yield part("bf16", False, "plain")
     yield stats("bf16", False, "plain", merged=True)
     yield finish("plain", 1, summed=True)
