@@ -36,6 +36,18 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
+class PairLoss(NamedTuple):
+    """What launchers are bound to: a loss of two tensors as kernels take it."""
+
+    algebra: Algebra
+    shard: VocabShard
+    options: Any
+
+    def constants(self, n_ranks: int, width: int) -> dict[str, Any]:
+        """Return the constants of a kernel that merges ``width`` statistics of each of ``n_ranks``."""
+        return {"LOSS": self.algebra, "WIDTH": width, "RANKS": triton.next_power_of_2(n_ranks)}
+
+
 class Sizes(NamedTuple):
     """Numbers that are the same in every step."""
 
@@ -167,15 +179,12 @@ def row_gradient_kernel(
 
 
 def outputs(
+    loss: PairLoss,
     stats: tuple[Tensor, ...],
     targets: Any,
     divisor: Tensor | None,
     outputs: TokenOutputs,
     total: Tensor | None = None,
-    *,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
 ) -> None:
     """Fill ``outputs``, contiguous, from the statistics of all ranks, and ``total []`` with the losses' sum if given.
 
@@ -183,23 +192,20 @@ def outputs(
     """
     n_ranks, n_rows, width = stats[0].shape
     tensors = (stats[0], second_of(stats), getattr(targets, "labels", None), divisor, outputs.loss)
-    launch = _outputs((n_ranks, width), algebra, shard, options)
+    launch = _outputs(loss, n_ranks, width)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
     if total is not None:
         sum_losses(outputs.loss, total)
 
 
 def gradient(
+    loss: PairLoss,
     logits: Tensor,
     targets: Any,
     stats: tuple[Tensor, ...],
     divisor: Tensor | None,
     grads: GradOutputs,
     grad_logits: Tensor,
-    *,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
 ) -> None:
     """Fill ``grad_logits``, laid out as ``logits [..., C]`` or it; ``grads.loss [N]`` multiplies it per row."""
     n_ranks, n_rows, width = stats[0].shape
@@ -221,9 +227,9 @@ def gradient(
         grad_output,
         grad_base,
     )
-    block, n_programs = gradient_shape(n_rows, shard, base.element_size(), READ_PAIRS, ALL_TILES)
-    launch = _gradient(rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
-    launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
+    block, n_programs = gradient_shape(n_rows, loss.shard, base.element_size(), READ_PAIRS, ALL_TILES)
+    launch = _gradient(loss, rows, block, n_programs > 1, grad_output.stride(0), n_ranks, width)
+    launch(n_rows * n_programs, tensors, (n_rows, loss.shard.start, n_programs))
 
 
 def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
@@ -232,29 +238,16 @@ def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
 
 
 @cache_launches
-def _outputs(gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
-    values = (gathered[0], Sizes.of(shard), options)
+def _outputs(loss: PairLoss, n_ranks: int, width: int) -> Launch:
+    constants = {**loss.constants(n_ranks, width), "ROWS": LOSS_ROWS}
+    values = (n_ranks, Sizes.of(loss.shard), loss.options)
     return Launch(row_outputs_kernel, values, constants, num_warps=4)
 
 
 @cache_launches
 def _gradient(
-    rows: PairRows,
-    block: Block,
-    is_cut: bool,
-    grad_stride: int,
-    gathered: tuple[int, int],
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
+    loss: PairLoss, rows: PairRows, block: Block, is_cut: bool, grad_stride: int, n_ranks: int, width: int
 ) -> Launch:
-    values = (grad_stride, Sizes.of(shard), gathered[0], options)
-    constants = {**of_ranks(gathered, algebra), "IS_CUT": is_cut}
-    return pair_launch(row_gradient_kernel, rows, values, shard, block, **constants)
-
-
-def of_ranks(gathered: tuple[int, int], algebra: Algebra) -> dict[str, Any]:
-    """Return the constants of a kernel that merges ``(ranks, statistics)``."""
-    n_ranks, width = gathered
-    return {"LOSS": algebra, "WIDTH": width, "RANKS": triton.next_power_of_2(n_ranks)}
+    values = (grad_stride, Sizes.of(loss.shard), n_ranks, loss.options)
+    constants = {**loss.constants(n_ranks, width), "IS_CUT": is_cut}
+    return pair_launch(row_gradient_kernel, rows, values, loss.shard, block, **constants)

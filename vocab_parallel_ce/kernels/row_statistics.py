@@ -18,9 +18,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches
-from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks
+from vocab_parallel_ce.kernels.row_loss import PairLoss, Sizes, load_sums, merged_ranks
 from vocab_parallel_ce.kernels.walk import (
-    Algebra,
     PairRows,
     Row,
     load_logits,
@@ -32,7 +31,6 @@ from vocab_parallel_ce.kernels.walk import (
     walk_edges,
     walk_parts,
 )
-from vocab_parallel_ce.shard import VocabShard
 
 
 @triton.jit
@@ -217,118 +215,76 @@ def row_second_kernel(
 
 
 def statistics(
-    logits: Tensor,
-    targets: Any,
-    stats: tuple[Tensor, ...],
-    rank: int,
-    count: None = None,
-    *,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
+    loss: PairLoss, logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int, count: None = None
 ) -> None:
     """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``, and of a single rank those of the second exchange."""
     n_ranks, n_rows, width = stats[0].shape
-    own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
-    read, rows, shape = _with_parts(logits, targets, stats, False, **own)
+    tensors, rows, shape = _with_parts(loss, logits, targets, stats, before_second=False)
     has_both = n_ranks == 1 and len(stats) > 1
     # Programs of parts need the statistics of the row: those of the second exchange follow.
-    tensors = (*read, stats[0], stats[1] if has_both and not shape.is_cut else None)
-    launch = _statistics(rows, shape, width, **own)
-    launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
+    tensors = (*tensors, stats[0], stats[1] if has_both and not shape.is_cut else None)
+    launch = _statistics(loss, rows, shape, width)
+    launch(n_rows, tensors, (n_rows, loss.shard.start, rank * n_rows))
     if has_both and shape.is_cut:
-        second(logits, targets, stats, rank, **own)
+        second(loss, logits, targets, stats, rank)
 
 
-def second(
-    logits: Tensor,
-    targets: Any,
-    stats: tuple[Tensor, ...],
-    rank: int,
-    *,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
-) -> None:
+def second(loss: PairLoss, logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
     """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
     n_ranks, n_rows, width = stats[0].shape
-    own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
-    read, rows, shape = _with_parts(logits, targets, stats, True, **own)
-    tensors = (*read, *stats)
-    launch = _second(rows, shape, (n_ranks, width), **own)
-    launch(n_rows, tensors, (n_rows, rank * n_rows))
+    tensors, rows, shape = _with_parts(loss, logits, targets, stats, before_second=True)
+    launch = _second(loss, rows, shape, n_ranks, width)
+    launch(n_rows, (*tensors, *stats), (n_rows, rank * n_rows))
 
 
 def _with_parts(
-    logits: Tensor, targets: Any, stats: tuple[Tensor, ...], of_second: bool, **own: Any
+    loss: PairLoss, logits: Tensor, targets: Any, stats: tuple[Tensor, ...], *, before_second: bool
 ) -> tuple[tuple[Tensor | None, ...], PairRows, StatisticsShape]:
     """Return the tensors that are read, the last of which is the parts; their rows; and the launch shapes.
 
-    The parts, None if rows are not cut, are what the lanes know of each part of each row: this launches their kernel.
-    ``of_second``: for that exchange.
+    The parts, None if rows are not cut, are what the lanes know of each part of each row: this launches their kernel,
+    that of the second exchange if ``before_second``.
     """
     n_ranks, n_rows, width = stats[0].shape
     base, other_base, rows = pair_arguments(logits, targets[0])
     pair = (base, other_base, getattr(targets, "labels", None), getattr(targets, "class_weight", None))
-    shape = statistics_shape(n_rows, own["shard"], base.element_size(), 2)
+    shape = statistics_shape(n_rows, loss.shard, base.element_size(), 2)
     if not shape.is_cut:
         return (*pair, None), rows, shape
     _, lanes, _, _, n_parts = shape.block
-    parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, lanes)
-    tensors = (*pair, stats[0] if of_second else None, parts)
-    launch = _launch_of_parts(rows, shape, (n_ranks, width), **own)
-    launch(n_rows * n_parts, tensors, (n_rows,))
+    parts = stats[0].new_empty(n_rows, n_parts, 2 if before_second else width, lanes)
+    launch = _launch_of_parts(loss, rows, shape, n_ranks, width)
+    launch(n_rows * n_parts, (*pair, stats[0] if before_second else None, parts), (n_rows,))
     return (*pair, parts), rows, shape
 
 
 @cache_launches
-def _statistics(
-    rows: PairRows,
-    shape: StatisticsShape,
-    width: int,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
-) -> Launch:
-    values = (Sizes.of(shard), options)
-    return _launch(row_statistics_kernel, rows, values, shard, shape, {"LOSS": algebra, "WIDTH": width})
+def _statistics(loss: PairLoss, rows: PairRows, shape: StatisticsShape, width: int) -> Launch:
+    values, constants = (Sizes.of(loss.shard), loss.options), {"LOSS": loss.algebra, "WIDTH": width}
+    return _launch(row_statistics_kernel, rows, values, loss, shape, constants)
 
 
 @cache_launches
-def _second(
-    rows: PairRows,
-    shape: StatisticsShape,
-    gathered: tuple[int, int],
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
-) -> Launch:
-    values = (Sizes.of(shard), gathered[0], options)
-    return _launch(row_second_kernel, rows, values, shard, shape, of_ranks(gathered, algebra))
+def _second(loss: PairLoss, rows: PairRows, shape: StatisticsShape, n_ranks: int, width: int) -> Launch:
+    values = (Sizes.of(loss.shard), n_ranks, loss.options)
+    return _launch(row_second_kernel, rows, values, loss, shape, loss.constants(n_ranks, width))
 
 
 @cache_launches
-def _launch_of_parts(
-    rows: PairRows,
-    shape: StatisticsShape,
-    gathered: tuple[int, int],
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
-) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "TILES": shape.block.tiles}
-    values = (Sizes.of(shard), gathered[0], options)
-    return pair_launch(row_part_kernel, rows, values, shard, shape.block, **constants)
+def _launch_of_parts(loss: PairLoss, rows: PairRows, shape: StatisticsShape, n_ranks: int, width: int) -> Launch:
+    values = (Sizes.of(loss.shard), n_ranks, loss.options)
+    constants = loss.constants(n_ranks, width) | {"TILES": shape.block.tiles}
+    return pair_launch(row_part_kernel, rows, values, loss.shard, shape.block, **constants)
 
 
 def _launch(
     kernel: Any,
     rows: PairRows,
     values: tuple[Any, ...],
-    shard: VocabShard,
+    loss: PairLoss,
     shape: StatisticsShape,
     constants: dict[str, Any],
 ) -> Launch:
     """Return the Launch of a kernel that walks the rows, or merges parts."""
     constants |= {"TILES": shape.block.tiles, "UNROLLED": PARTS_AT_ONCE}
-    return pair_launch(kernel, rows, values, shard, shape.block, **constants)
+    return pair_launch(kernel, rows, values, loss.shard, shape.block, **constants)

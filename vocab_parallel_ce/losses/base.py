@@ -152,12 +152,12 @@ def bound(
     kernels: ModuleType, algebra: Any, options: Any, shard: VocabShard, exchanges: tuple[tuple[str, ...], ...]
 ) -> Launchers:
     """Bind the launchers of ``kernels.row_*`` to a loss's algebra, and to its options as kernels take them."""
-    own = {"algebra": algebra, "shard": shard, "options": options}
+    loss = kernels.row_loss.PairLoss(algebra, shard, options)
     return Launchers(
-        functools.partial(kernels.row_statistics.statistics, **own),
-        functools.partial(kernels.row_loss.outputs, **own),
-        functools.partial(kernels.row_loss.gradient, **own),
+        functools.partial(kernels.row_statistics.statistics, loss),
+        functools.partial(kernels.row_loss.outputs, loss),
+        functools.partial(kernels.row_loss.gradient, loss),
         kernels.element_mul,
         widths=tuple(map(len, exchanges)),
-        second=functools.partial(kernels.row_statistics.second, **own) if len(exchanges) > 1 else None,
+        second=functools.partial(kernels.row_statistics.second, loss) if len(exchanges) > 1 else None,
     )

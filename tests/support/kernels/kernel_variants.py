@@ -21,6 +21,7 @@ from vocab_parallel_ce.blocks import (
 )
 from vocab_parallel_ce.kernels import divergences, soft_labels
 from vocab_parallel_ce.kernels.launch import Launch
+from vocab_parallel_ce.kernels.row_loss import PairLoss
 from vocab_parallel_ce.kernels.walk import Algebra, PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
@@ -305,7 +306,7 @@ def of_algebra(
     ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
     """
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    fp32, second, own = torch.float32, torch.float32 if len(widths) > 1 else None, (algebra, shard, options)
+    fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, PairLoss(algebra, shard, options)
     gathered, block = (4, widths[0]), statistics_block(N_COLUMNS, logits.itemsize)
     whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
     dtypes: tuple[torch.dtype | None, ...]
@@ -313,23 +314,23 @@ def of_algebra(
         # Of cut rows the parts of the second exchange follow.
         dtypes = (logits, *beside, parts, fp32, second if parts is None else None)
         shape = whole if parts is None else cut
-        launch = launch_of("row_statistics", "_statistics", rows, shape, widths[0], *own)
+        launch = launch_of("row_statistics", "_statistics", loss, rows, shape, widths[0])
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (logits, *beside, stats, fp32)
-        launch = launch_of("row_statistics", "_launch_of_parts", rows, cut, gathered, *own)
+        launch = launch_of("row_statistics", "_launch_of_parts", loss, rows, cut, *gathered)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
     for is_cut in (False, True):
-        key = (rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, gathered, *own)
+        key = (loss, rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, *gathered)
         launch = launch_of("row_loss", "_gradient", *key)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", "_outputs", gathered, *own)
+    launch = launch_of("row_loss", "_outputs", loss, *gathered)
     yield Variant(name.format("loss"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)
-        key = (rows, whole if parts is None else cut, gathered, *own)
+        key = (loss, rows, whole if parts is None else cut, *gathered)
         launch = launch_of("row_statistics", "_second", *key)
         yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 
