@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.logits import test_compile
 from tests.support.cases.logits import flat_outputs
@@ -70,8 +71,21 @@ def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(name, option
     def step(*given):
         return linear_cross_entropy(*given, **option)
 
-    with pytest.raises(Exception, match=f"{name}: expected (no|a) bool, got"):
+    with pytest.raises(Exception, match=f"{name}: expected (a bool, got int|an int, got bool)"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(*test_compile.inputs())
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("option", ["chunk_size", "num_items"])
+def test_a_number_of_tokens_that_changes_costs_one_more_graph(option):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
+    x, reduction = test_compile.inputs(), {"reduction": "sum"} if option == "num_items" else {}
+    for number, graphs in ((3, 1), (5, 2), (4, 2), (6, 2)):
+        options = {option: number, **reduction}
+        assert torch.equal(compiled(*x, **options), linear_cross_entropy(*x, **options))
+        assert counter.frame_count == graphs
 
 
 @pytest.mark.reference

@@ -49,3 +49,14 @@ def test_a_call_that_needs_eager_code_is_refused(function, options, strict):
     module = Calls(lambda given, labels, **options: function(given, **weight, labels=labels, **options), **options)
     with pytest.raises(Exception, match=f"{function.__name__} has no operator for this call"):
         torch.export.export(module, (given.detach(), labels), strict=strict)
+
+
+def test_a_chunk_that_follows_the_number_of_tokens():
+    """Outside of Dynamo such a number is no int, and stays symbolic."""
+    weight, tokens = torch.randn(COLUMNS, 5), torch.export.Dim("tokens", min=4, max=64)
+    module = Calls(lambda given, labels: linear_cross_entropy(given, weight, labels, chunk_size=given.shape[0] // 2))
+    given, labels = arguments("linear")
+    shapes = {"given": {0: tokens}, "labels": {0: tokens}}
+    exported = torch.export.export(module, (given.detach(), labels), dynamic_shapes=shapes)
+    more = torch.randn(9, 5), torch.arange(9)
+    assert torch.equal(exported.module()(*more), module(*more))

@@ -1,19 +1,17 @@
 """The custom operators that compiled calls use."""
 
-import importlib
-
 import pytest
 import torch
 from torch.library import opcheck
 
 from tests.logits.test_compile import VOCABULARY, inputs
 from tests.support.cases.logits import METRICS
-from vocab_parallel_ce import operators
+from vocab_parallel_ce.compile import values_of, values_of_head
 from vocab_parallel_ce.losses.base import LOSSES
 from vocab_parallel_ce.losses.labels import LABELS, LabelLoss
 from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.spec import GradOutputs
 
-importlib.import_module("vocab_parallel_ce.head.operators")  # defines those of heads
 N = 6
 OPTIONS = {
     "mean": {},
@@ -33,14 +31,14 @@ def targets_for(name, labels):
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(N, VOCABULARY, generator=generator)
     if name == "targets":
-        return "soft_labels", (rows.softmax(-1), torch.rand(VOCABULARY), None, None), None
+        return "soft_labels", [rows.softmax(-1), torch.rand(VOCABULARY)], None
     if name.startswith("divergence"):
         head = torch.randn(N, 5, generator=generator), torch.randn(VOCABULARY, 5, generator=generator), None
-        return "divergences", (rows, labels, None, None), (*head, labels)
+        return "divergences", [rows, labels], [*head, labels]
     weights = torch.rand(VOCABULARY) if name == "class weights" else None
     temperature = torch.rand(N) + 0.5 if name == "outputs" else None
     threshold = torch.full((N,), -9.0) if name == "entropy" else None
-    targets = labels, weights, temperature, threshold
+    targets = [labels, weights, temperature, threshold]
     return "labels", targets, targets
 
 
@@ -53,24 +51,24 @@ def test_the_operators_are_what_they_declare(name):
     settings = Settings(gradient="out_of_place", **OPTIONS[name])
     logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
-    own = loss, None, *operators.values_of(settings)
-    opcheck(ops.loss_of_logits, (logits, *targets, divisor, *own))
-    value, *others, first, second, count = (t.detach() for t in ops.loss_of_logits(logits, *targets, divisor, *own))
-    asked = operators.outputs_asked(LOSSES[loss], settings)
-    names = operators.GradOutputs._fields[1:]
-    grads = torch.rand(value.shape), *(torch.rand(N) if asked.get(output) else None for output in names)
-    divisor = count if settings.reduction == "mean" else divisor
-    opcheck(ops.loss_of_logits_gradient, (first, second, *grads, logits.detach(), *targets, divisor, *own))
+    constants = loss, None, *values_of(settings)
+    opcheck(ops.loss_of_logits, ([logits], targets, divisor, *constants))
+    outputs = {"loss": None, **LOSSES[loss].outputs(LOSSES[loss].options(settings, None, class_weight=False))}
+    n, found = len(outputs), [t.detach() for t in ops.loss_of_logits([logits], targets, divisor, *constants)]
+    outputs |= {name: torch.rand(each.shape) for name, each in zip(outputs, found, strict=False)}
+    outputs.pop("predictions", None)
+    grads, stats = list(GradOutputs(**outputs)), found[n : -1 if settings.reduction == "mean" else None]
+    of_mean = found[-1] if settings.reduction == "mean" else divisor
+    opcheck(ops.loss_of_logits_gradient, (stats, grads, [logits.detach()], targets, of_mean, *constants))
     if of_head is None:
         return
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
-        values = [*operators.values_of(settings._replace(gradient=gradient)), *operators.values_of(HeadSettings())]
-        num_items = divisor if settings.reduction == "sum" else None
-        given, head = (*x.leaves(), None, *of_head, num_items), (loss, None, None, [True, True, False])
-        opcheck(ops.loss_of_head, (*given, *head, *values))
-        stats = [t.detach() for t in ops.loss_of_head(*given, *head, *values)[7:9]]
-    given = tuple(None if t is None else t.detach() for t in given)
-    opcheck(ops.loss_of_head_gradient, (*stats, *grads, *given, *head[:-1], [True, False, False], *values))
+        constants = loss, None, *values_of(settings._replace(gradient=gradient)), None, [True, True, False]
+        head = values_of_head(HeadSettings())
+        opcheck(ops.loss_of_head, (x.leaves(), of_head, divisor, *constants, *head))
+    stats = [t.detach() for t in ops.loss_of_head(x.leaves(), of_head, divisor, *constants, *head)[n:]]
+    given = [[t.detach() for t in x.leaves()], of_head, divisor]
+    opcheck(ops.loss_of_head_gradient, (stats, grads, *given, *constants[:-1], [True, False, False], *head))
 
 
 @pytest.mark.reference

@@ -79,7 +79,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "api/next_labels": "tests/logits/test_next_labels.py tests/ranks/test_next_labels.py",
     "api/given_ids": "-m reference tests/soft/test_topk.py",
     "api/sampling": "-m 'reference or gloo' tests/conformance/test_sampling.py",
-    "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
+    "compile": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
     "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",
     "api/": "tests/logits/test_metrics.py tests/conformance/test_logits.py",
     "": f"{MODES} tests/logits tests/linear tests/core tests/soft tests/ranks",

@@ -132,7 +132,7 @@ def public(
 ) -> Callable[[Function], Function]:
     """Decorate a public function: verified if verification is on, and eager if that is what its keywords ask for.
 
-    ``torch.compile`` traces the function up to an operator of ``operators``. Where ``eager_if`` says so, under
+    ``torch.compile`` traces the function up to an operator of ``compile``. Where ``eager_if`` says so, under
     verification, and for DTensors that this PyTorch cannot trace, its graph breaks instead. ``verifies=False`` is for
     functions that call another public one.
     """
@@ -200,7 +200,7 @@ def over_logits(
         targets, settings = with_padding(targets, settings, *group_position(group))
         logits = F.pad(logits, (0, 1))
     if is_traced():
-        from vocab_parallel_ce.operators import losses
+        from vocab_parallel_ce.compile import losses
 
         return losses(loss, logits, targets, settings, group, num_items)
     call, targets = plan_call(loss, logits, targets, settings, group, num_items)
@@ -214,7 +214,7 @@ def over_logits(
 def over_head(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Compute the outputs, those per token of their shape; under autograd if something needs a gradient."""
     if is_traced():
-        from vocab_parallel_ce.head.operators import linear_losses
+        from vocab_parallel_ce.compile import linear_losses
 
         return linear_losses(loss, given, settings, head)
     linear, local, targets = plan_linear_call(loss, given, settings, head)

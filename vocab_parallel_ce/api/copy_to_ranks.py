@@ -59,7 +59,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if isinstance(ctx.group, str):  # in a graph
-            from vocab_parallel_ce.operators import sum_over_ranks
+            from vocab_parallel_ce.compile import sum_over_ranks
 
             return sum_over_ranks(grad, ctx.group), None
         return _Sum.apply(grad, ctx.group), None

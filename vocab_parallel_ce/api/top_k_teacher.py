@@ -148,7 +148,7 @@ def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, sub
 
 def _divisor(num_items: Any, reduction: str, student: Tensor) -> Tensor | None:
     if is_traced():
-        from vocab_parallel_ce.operators import divisor_of
+        from vocab_parallel_ce.compile import divisor_of
 
         return divisor_of(num_items, reduction, student)
     return checked_divisor(num_items, reduction, student)
