@@ -44,7 +44,7 @@ from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, by
 from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head, Tokens, check, check_requires_no_gradient, local, passed
+from vocab_parallel_ce.targets import Head, Tokens, check, check_requires_no_gradient, passed
 
 # What the public functions call while they are traced.
 
@@ -269,12 +269,11 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 
 def _gradient(stats: list[Tensor], grads: list[Tensor | None], *arguments: Any) -> list[Tensor]:
-    call = Traced.read(*arguments)
-    (logits,), settings = call.inputs, call.settings._replace(check_labels=False)
-    plan = plan_of(call.loss, logits, call.targets, call.settings, *group_position(call.group))
-    targets = local(call.targets, Tokens(logits, "logits", call.shape), settings, plan)
+    given = Traced.read(*arguments)
+    (logits,), settings = given.inputs, given.settings._replace(check_labels=False)
+    call, targets = plan_call(given.loss, logits, given.targets, settings, given.group)
     source, grad = source_and_new(logits)
-    run.write_gradient(plan, source, targets, tuple(stats), call.num_items, GradOutputs(*grads), grad)
+    run.write_gradient(call.plan, source, targets, tuple(stats), given.num_items, GradOutputs(*grads), grad)
     return [grad]
 
 
