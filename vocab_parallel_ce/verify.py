@@ -26,7 +26,6 @@ from vocab_parallel_ce.targets import ROLES, Grid, HeadStates, Role, RowIds, Row
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
-COLUMNS_ARE_GIVEN = ("vocab_size",)  # options that say which columns a rank has: a shard differs by rank
 
 
 class _Call:
@@ -38,8 +37,12 @@ class _Call:
         self.others: dict[str, Any] = {}  # facts that also_compare has added
 
     def exchange(self, facts: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
-        """Return the reports of all ranks. Raise the first error of a rank, or ValueError if facts differ."""
+        """Return the reports of all ranks. Raise the first error of a rank, or ValueError if facts differ.
+
+        Of tensors among the facts the values are compared.
+        """
         self.is_pending = False
+        facts = {name: shown(fact) if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
         reports = all_gather_objects({"facts": facts, **others}, self.group, self.device)
         errors = [report.get("error") for report in reports]
         for rank, error in enumerate(errors):
@@ -149,7 +152,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
         f"{name}.device.type": first.device.type,
     }
     facts |= {each: "None" if target is None else "a tensor" for each, target in _optional(targets)}
-    facts |= {each: value for each, value in options.items() if each not in COLUMNS_ARE_GIVEN}
+    facts |= {each: value for each, value in options.items() if each != "vocab_size"}  # a shard differs by rank
     ids: dict[str, Tensor] = {}
     states = {"hidden": first} if name == "hidden" and not options["sequence_parallel"] else {}
     for each, target, role in passed(targets):
@@ -157,7 +160,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
             ids[each] = target
             facts |= {f"{each}.dtype": target.dtype, f"{each}.shape": tuple(target.shape)}
         elif isinstance(role, RowNumbers):
-            facts[each] = shown(target)
+            facts[each] = target
         elif isinstance(role, HeadStates):
             states[each] = target
             facts[f"{each}.shape"] = tuple(target.shape)
@@ -171,10 +174,9 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     if is_valid is not None and is_valid.dim() == first.dim():  # k ids of each token
         is_valid = is_valid.any(dim=-1)
     of_columns = "weight" if "weight" in tensors else name
-    is_given = any(options[each] is not None for each in COLUMNS_ARE_GIVEN)
     own: dict[str, Any] = {"shard": shard, "ids": {each: _checksum(values) for each, values in ids.items()}}
     own["hidden"] = {each: _fingerprint(value, is_valid) for each, value in states.items()}
-    own["columns"] = None if is_given else _sampled(tensors[of_columns])
+    own["columns"] = _sampled(tensors[of_columns]) if options["vocab_size"] is None else None
     reports = call.exchange(facts, **own)
     _compare_shards([report["shard"] for report in reports])
     _check_not_whole(of_columns, [report["columns"] for report in reports])
@@ -190,7 +192,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
 def also_compare(facts: dict[str, Any]) -> None:
     """Compare more of the pending call, if there is one, together with the rest: values that must be equal."""
     if (call := _pending_call()) is not None:
-        call.others |= {name: shown(fact) if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
+        call.others |= facts
 
 
 def _names(targets: Any, kind: type[Role]) -> list[str]:
@@ -202,13 +204,10 @@ def _optional(targets: Any) -> list[tuple[str, Tensor | None]]:
     return [(name, getattr(targets, field)) for field, name, _, is_optional in ROLES[type(targets)] if is_optional]
 
 
-def compare_arguments(name: str, tensors: dict[str, Tensor | None], **others: Any) -> None:
+def compare_arguments(name: str, **arguments: Any) -> None:
     """Raise the same ValueError on every rank unless the arguments of the pending call ``name`` are equal."""
-    call = _pending_call()
-    if call is None:
-        return
-    facts = {each: "None" if tensor is None else shown(tensor) for each, tensor in tensors.items()}
-    call.exchange({"call": name, **others, **facts})
+    if (call := _pending_call()) is not None:
+        call.exchange({"call": name, **arguments})
 
 
 def shown(values: Tensor) -> str:

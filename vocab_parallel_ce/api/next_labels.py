@@ -87,7 +87,7 @@ def next_labels(
     else:
         bounds, is_right = _checked_bounds(cu_seqlens, labels, n_ranks, n_runs)
     given = {"labels.shape": tuple(labels.shape), "ignore_index": ignore_index, "layout": layout}
-    verify.compare_arguments("next_labels", {"cu_seqlens": cu_seqlens}, **given)
+    verify.compare_arguments("next_labels", **given, cu_seqlens=cu_seqlens)
 
     runs = (bounds[1:] - bounds[:-1]).unsqueeze(1).expand(-1, n_runs) // n_runs  # lengths [n, n_runs]
     starts = bounds[:-1].unsqueeze(1) + runs * torch.arange(n_runs, device=labels.device)

@@ -102,12 +102,12 @@ def sampling_threshold(
     if verify.open_calls:
         verify.compare_arguments(
             "sampling_threshold",
-            {"temperature": of_rows},
             shape=tuple(logits.shape[:-1]),
             dtype=logits.dtype,
             top_k=k,
             top_p=float(top_p),
             options=options,
+            temperature=of_rows,
         )
     rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
     step = max(MOST_ELEMENTS // -(-shard.vocab_size // n_ranks), 1)

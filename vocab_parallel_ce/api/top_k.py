@@ -73,7 +73,7 @@ def top_k(
         raise ValueError(f"k: must be at most the vocab_size {shard.vocab_size}, got {k}")
     if verify.open_calls:
         shape, dtype = tuple(logits.shape[:-1]), logits.dtype
-        verify.compare_arguments("top_k", {}, shape=shape, dtype=dtype, k=k, temperature=float(temperature))
+        verify.compare_arguments("top_k", shape=shape, dtype=dtype, k=k, temperature=float(temperature))
     with torch.no_grad():
         ids, log_probs = _top_k(logits.detach(), k, shard, float(temperature), rank, n_ranks, group)
     return ids, log_probs
