@@ -14,11 +14,11 @@ import vocab_parallel_ce as vp
 pytestmark = pytest.mark.reference
 PACKAGE = str(Path(vp.__file__).parent)
 MOST = {  # frames, files
-    "mean": (105, 15),
-    "log-probabilities and entropy": (136, 16),
-    "distillation": (93, 14),
-    "top-k teacher, forward": (150, 19),
-    "top-k teacher, reverse": (150, 19),
+    "mean": (81, 13),
+    "log-probabilities and entropy": (112, 14),
+    "distillation": (76, 13),
+    "top-k teacher, forward": (135, 17),
+    "top-k teacher, reverse": (135, 17),
     "mean of a head": (156, 20),
 }
 
