@@ -131,14 +131,14 @@ class DivergenceLoss(Loss):
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        own = kernels.divergences.kernel_options(options)
-        return bound(kernels, kernels.divergences.ALGEBRA, own, shard, self.exchanges(options))
+        kernel_options = kernels.divergences.kernel_options(options)
+        return bound(kernels, kernels.divergences.ALGEBRA, kernel_options, shard, self.exchanges(options))
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"
         hard = ("target", "hard_sum") if options.hard_weight else ()
         first = (*DivergenceStats._fields[:4], *(() if is_js else ("cross",)), *hard)
-        return (first, ("of_teacher", "of_student")) if is_js else (first,)
+        return (first, ("teacher_kl", "student_kl")) if is_js else (first,)
 
     def tile(self, x: Tensor, targets: Teacher, shard: VocabShard, options: DivergenceOptions) -> DivergenceStats:
         x, w, labels = *_both(x, targets), targets.labels
@@ -167,16 +167,21 @@ class DivergenceLoss(Loss):
         )
         student_shift, teacher_shift = _finite_or_zero(student_max), _finite_or_zero(teacher_max)
 
-        def moved(own: DivergenceStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            student_raised = _raised_by(own.student_max, student_shift) / options.temperature
-            teacher_raised = _raised_by(own.teacher_max, teacher_shift) / options.temperature
-            student_decay = ((own.student_max - student_shift) / options.temperature).exp()
-            teacher_decay = ((own.teacher_max - teacher_shift) / options.temperature).exp()
-            of_student = (own.student_sum, student_raised, teacher_raised, student_decay)
-            of_teacher = (own.teacher_sum, teacher_raised, student_raised, teacher_decay)
-            cross = _moved(own.cross, *(of_teacher if options.divergence == "forward" else of_student))
-            hard_decay = (own.student_max - student_shift).exp()
-            return own.student_sum * student_decay, own.teacher_sum * teacher_decay, cross, own.hard_sum * hard_decay
+        def moved(part: DivergenceStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            student_raised = _raised_by(part.student_max, student_shift) / options.temperature
+            teacher_raised = _raised_by(part.teacher_max, teacher_shift) / options.temperature
+            student_decay = ((part.student_max - student_shift) / options.temperature).exp()
+            teacher_decay = ((part.teacher_max - teacher_shift) / options.temperature).exp()
+            student_terms = (part.student_sum, student_raised, teacher_raised, student_decay)
+            teacher_terms = (part.teacher_sum, teacher_raised, student_raised, teacher_decay)
+            cross = _moved(part.cross, *(teacher_terms if options.divergence == "forward" else student_terms))
+            hard_decay = (part.student_max - student_shift).exp()
+            return (
+                part.student_sum * student_decay,
+                part.teacher_sum * teacher_decay,
+                cross,
+                part.hard_sum * hard_decay,
+            )
 
         student_sum, teacher_sum, cross, hard_sum = (x + y for x, y in zip(moved(a), moved(b), strict=True))
         target = torch.maximum(a.target, b.target)
@@ -187,8 +192,8 @@ class DivergenceLoss(Loss):
     ) -> Tensor:
         """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of these columns."""
         s, t, log_s, log_t = _probabilities(x, targets, stats, options)
-        of_student, of_teacher = log_ratios(log_s, log_t, options.beta)
-        parts = torch.where(t == 0, 0.0, t * of_teacher), torch.where(s == 0, 0.0, s * of_student)
+        student_ratio, teacher_ratio = log_ratios(log_s, log_t, options.beta)
+        parts = torch.where(t == 0, 0.0, t * teacher_ratio), torch.where(s == 0, 0.0, s * student_ratio)
         return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)
 
     def output(
@@ -234,8 +239,8 @@ class DivergenceLoss(Loss):
             grad = torch.where(s == 0, 0.0, s * (log_s - log_t - kl.unsqueeze(-1)))
         else:
             assert second is not None
-            of_student, _ = log_ratios(log_s, log_t, options.beta)
-            grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (of_student - second[:, 1:]))
+            student_ratio, _ = log_ratios(log_s, log_t, options.beta)
+            grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (student_ratio - second[:, 1:]))
         grad = (
             grad * ((1 - options.hard_weight) / options.temperature) if options.hard_weight < 1 else grad.new_zeros(())
         )
@@ -323,8 +328,8 @@ def log_ratios(log_s: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tenso
     apart = (log_t - log_s if is_teachers else log_s - log_t).clamp(-1e30, 1e30)
     kept = apart.clamp(max=min(math.log(2 / limits.eps) - math.log(share), math.log(limits.max) - 1))
     near = (share * kept.expm1()).log1p()
-    of_small, of_large = kept - near, -(near + (apart - kept))
-    return (of_large, of_small) if is_teachers else (of_small, of_large)
+    small_ratio, large_ratio = kept - near, -(near + (apart - kept))
+    return (large_ratio, small_ratio) if is_teachers else (small_ratio, large_ratio)
 
 
 def _cross(weights: Tensor, others: Tensor) -> Tensor:

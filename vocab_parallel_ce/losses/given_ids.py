@@ -73,7 +73,7 @@ class IdsOptions(NamedTuple):
 
     n_ids: int
     n_known: int  # how many of the ids have a rest; 0: there is none
-    of_logits: LossOptions
+    softmax: LossOptions
 
 
 class Known(NamedTuple):
@@ -108,7 +108,7 @@ class GivenIds:
     def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int, count: None = None) -> None:
         columns, temperature = targets
         dead = is_dead(columns)
-        z, _ = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
+        z, _ = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
         place = z.argmax(dim=-1, keepdim=True)
         row_max, without_best = sums_without(self.softmax, logits, place, columns, dead, self.shard, temperature)
         torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
@@ -135,46 +135,44 @@ class GivenIds:
     ) -> None:
         (columns, temperature), known = targets, self.merged(stats[0])
         assert grads.loss is not None
-        dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
-        given = given.masked_fill(columns == IGNORED, 0.0)
-        z, slope = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
+        dead, grad_values, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
+        grad_values = grad_values.masked_fill(columns == IGNORED, 0.0)
+        z, slope = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
         is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-        of_other_ids = given.masked_fill(is_best, 0.0).sum(dim=-1)
-        total = given.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
-        of_others = -total
+        other_total = grad_values.masked_fill(is_best, 0.0).sum(dim=-1)
+        total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
+        weight = -total  # of the softmax elsewhere
         if known.outside is not None:
-            of_rest = grads.loss[:, -1]
-            of_others = of_rest * (known.inside(self.options.n_known) / known.outside) - total
-            total, of_other_ids = total + of_rest, of_other_ids + of_rest
+            grad_rest = grads.loss[:, -1]
+            weight = grad_rest * (known.inside(self.options.n_known) / known.outside) - total
+            total, other_total = total + grad_rest, other_total + grad_rest
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
         s = shifted.exp() / sum_exp.unsqueeze(-1)
-        values = sum_of_equals(columns, given) - s * total.unsqueeze(-1)
+        values = sum_of_equals(columns, grad_values) - s * total.unsqueeze(-1)
         # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
-        of_best = (known.others / sum_exp * total - of_other_ids).unsqueeze(-1)
-        values = torch.where(s > 0.5, of_best, values)
+        best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
+        values = torch.where(s > 0.5, best_value, values)
         if known.outside is not None:
             n = self.options.n_known
-            of_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
-            values[:, n:] += torch.where(of_known, 0.0, s[:, n:] * (of_others + total).unsqueeze(-1))
+            is_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
+            values[:, n:] += torch.where(is_known, 0.0, s[:, n:] * (weight + total).unsqueeze(-1))
         values = values * slope
         values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
         merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
-        write_columns(
-            self.softmax, logits, columns, dead, self.shard, merged, of_others, values, grad_logits, temperature
-        )
+        write_columns(self.softmax, logits, columns, dead, self.shard, merged, weight, values, grad_logits, temperature)
 
     def merged(self, stats: Tensor) -> Known:
         """Merge ``stats [R, N, 2 + k]``, in the order of the ranks on every rank."""
-        own_max, without_best, own_z = stats[..., 0], stats[..., 1], stats[..., 2:]
-        row_max, own_best = own_max.amax(dim=0), own_z.amax(dim=-1)
-        shift, z = _finite_or_zero(row_max), own_z.amax(dim=0)
-        decay, best_terms = (own_max - shift).exp(), (own_best - shift).exp()
+        rank_max, without_best, rank_z = stats[..., 0], stats[..., 1], stats[..., 2:]
+        row_max, rank_best = rank_max.amax(dim=0), rank_z.amax(dim=-1)
+        shift, z = _finite_or_zero(row_max), rank_z.amax(dim=0)
+        decay, best_terms = (rank_max - shift).exp(), (rank_best - shift).exp()
         # One rank's best is the best of all: its term is not among the others'.
-        is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, own_best.argmax(0, keepdim=True), True)
+        is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, rank_best.argmax(0, keepdim=True), True)
         others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
         outside = None
         if self.options.n_known:
-            outside = (_outside_known(without_best, own_z, own_max, self.options.n_known) * decay).sum(dim=0)
+            outside = (_outside_known(without_best, rank_z, rank_max, self.options.n_known) * decay).sum(dim=0)
         return Known(row_max, z, z.amax(dim=-1), others, outside)
 
 
@@ -184,17 +182,16 @@ class GivenIdsLoss(Loss):
     Targets = Ids
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> IdsOptions:
-        of_logits = loss_options(settings, vocab_size)._replace(ignore_index=IGNORED)
-        return IdsOptions(settings.n_ids, settings.n_known, of_logits)
+        softmax = loss_options(settings, vocab_size)._replace(ignore_index=IGNORED)
+        return IdsOptions(settings.n_ids, settings.n_known, softmax)
 
     def row_shape(self, options: IdsOptions) -> tuple[int, ...]:
         return (options.n_ids + bool(options.n_known),)
 
     def launchers(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        softmax = LABELS.launchers(options.of_logits, shard, kernels)
-        own = GivenIds(softmax, options, shard)
-        widths = tuple(map(len, self.exchanges(options)))
-        return Launchers(own.statistics, own.outputs, own.gradient, softmax.element_mul, widths=widths)
+        softmax = LABELS.launchers(options.softmax, shard, kernels)
+        launch, widths = GivenIds(softmax, options, shard), tuple(map(len, self.exchanges(options)))
+        return Launchers(launch.statistics, launch.outputs, launch.gradient, softmax.element_mul, widths=widths)
 
     def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
         return (("row_max", "without_best", *(f"z_{k}" for k in range(options.n_ids))),)
@@ -240,9 +237,9 @@ def sums_without(
 ) -> tuple[Tensor, Tensor]:
     """Return ``[N]`` the largest z of the shard, and the sum of exp(z - it) without the column at ``place [N, 1]``."""
     label = columns.gather(-1, place).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
-    found = logits.new_empty(1, columns.shape[0], 3, dtype=compute_dtype(logits.dtype))
-    softmax.statistics(logits, Labels(label.masked_fill_(dead, IGNORED), temperature=temperature), (found,), 0)
-    row_max, without, _ = found[0].unbind(-1)
+    stats = logits.new_empty(1, columns.shape[0], 3, dtype=compute_dtype(logits.dtype))
+    softmax.statistics(logits, Labels(label.masked_fill_(dead, IGNORED), temperature=temperature), (stats,), 0)
+    row_max, without, _ = stats[0].unbind(-1)
     return row_max, without
 
 
@@ -266,13 +263,13 @@ def write_columns(
     last, place = columns.max(dim=-1, keepdim=True)
     label = last + shard.start
     label = label.masked_fill_(last < 0, (shard.start + shard.n_valid) % shard.vocab_size).squeeze(-1)
-    of_rows = Labels(label.masked_fill_(dead, IGNORED), temperature=temperature)
-    softmax.gradient(logits, of_rows, (stats,), None, GradOutputs(weight), grad_logits)
+    targets = Labels(label.masked_fill_(dead, IGNORED), temperature=temperature)
+    softmax.gradient(logits, targets, (stats,), None, GradOutputs(weight), grad_logits)
     # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
     # none, column 0 stays.
     values, owned = values.to(grad_logits.dtype), columns >= 0
-    of_last = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
-    values, columns = torch.where(owned, values, of_last), torch.where(owned, columns, last.clamp(min=0))
+    last_value = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
+    values, columns = torch.where(owned, values, last_value), torch.where(owned, columns, last.clamp(min=0))
     shape = *grad_logits.shape[:-1], columns.shape[-1]
     grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
 
@@ -295,14 +292,14 @@ def sum_of_equals(columns: Tensor, values: Tensor) -> Tensor:
     return sums.gather(-1, last)
 
 
-def _outside_known(without_best: Tensor, own_z: Tensor, own_max: Tensor, n_known: int) -> Tensor:
+def _outside_known(without_best: Tensor, rank_z: Tensor, rank_max: Tensor, n_known: int) -> Tensor:
     """``[R, N]`` sum of exp(z - max) over a rank's columns that are not among the first ``n_known`` ids."""
-    terms = (own_z - _finite_or_zero(own_max).unsqueeze(-1)).exp()
-    place = own_z.argmax(dim=-1, keepdim=True)  # the first of equals, as in the sum
-    is_best = torch.arange(own_z.shape[-1], device=place.device) == place
+    terms = (rank_z - _finite_or_zero(rank_max).unsqueeze(-1)).exp()
+    place = rank_z.argmax(dim=-1, keepdim=True)  # the first of equals, as in the sum
+    is_best = torch.arange(rank_z.shape[-1], device=place.device) == place
     # The best id is out of the sum already; if it is none of the known ones, it belongs there.
     all_others = without_best + torch.where(is_best, terms, 0.0)[..., n_known:].sum(dim=-1)
     known = terms.masked_fill(is_best, 0.0)[..., :n_known].sum(dim=-1)
     outside, limits = all_others - known, torch.finfo(terms.dtype)
     outside = torch.maximum(outside, all_others * (limits.eps / 2))  # less is rounding
-    return torch.where(own_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
+    return torch.where(rank_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))

@@ -52,8 +52,8 @@ class LabelLoss(Loss):
         return loss_options(settings, vocab_size, class_weight=class_weight)
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
-        asked = zip(TokenOutputs._fields, options.outputs, options.differentiable, strict=True)
-        return {name: has_gradient for name, is_asked, has_gradient in asked if is_asked and name != "loss"}
+        requested = zip(TokenOutputs._fields, options.outputs, options.differentiable, strict=True)
+        return {name: has_gradient for name, is_requested, has_gradient in requested if is_requested and name != "loss"}
 
     def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
         # It has no statistics for these.
@@ -83,8 +83,8 @@ class LabelLoss(Loss):
         return (options.statistics,)
 
     def tile(self, x: Tensor, targets: Labels, shard: VocabShard, options: LossOptions) -> RowStats:
-        of_rows, names = at_rows(options, *targets[2:]), options.statistics
-        return spec.local_stats(x, targets.labels, shard.start, shard.vocab_size, of_rows, names, targets.class_weight)
+        names, options = options.statistics, at_rows(options, *targets[2:])
+        return spec.local_stats(x, targets.labels, shard.start, shard.vocab_size, options, names, targets.class_weight)
 
     def merge(self, a: RowStats, b: RowStats, options: LossOptions) -> RowStats:
         return spec.merge(a, b)
