@@ -35,7 +35,7 @@ def naming(**names: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         subject, rest = re.match(r"(\w*)(.*)", str(error), re.DOTALL).groups()  # type: ignore[union-attr]
-        renamed = re.sub(r"that of (\w+)", lambda found: f"that of {names.get(found[1], found[1])}", rest)
+        renamed = re.sub(r"that of (\w+)", lambda match: f"that of {names.get(match[1], match[1])}", rest)
         if subject not in names and renamed == rest:
             raise
         raise type(error)(names.get(subject, subject) + renamed).with_traceback(error.__traceback__) from None
@@ -178,10 +178,10 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
 def check_parameter(name: str, tensor: object) -> None:
     """A dense floating-point tensor or parameter that means what it holds."""
     if not isinstance(tensor, Tensor):
-        own = name.rpartition(".")[2]
-        or_none = (" or None", ", or None if it has none") if own == "bias" else ("", "")
+        field = name.rpartition(".")[2]
+        or_none = (" or None", ", or None if it has none") if field == "bias" else ("", "")
         got = type(tensor).__name__
-        raise TypeError(f"{name}: expected a torch.Tensor{or_none[0]}, got {got}; pass the head's {own}{or_none[1]}")
+        raise TypeError(f"{name}: expected a torch.Tensor{or_none[0]}, got {got}; pass the head's {field}{or_none[1]}")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
             f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a product may "
@@ -317,9 +317,9 @@ def check_label_range(
     if count:
         position = outside.nonzero()[0].tolist()
         value = int(labels[tuple(position)])
-        found = f"{count} outside, the first at position {tuple(position)}: {value}"
+        got = f"{count} outside, the first at position {tuple(position)}: {value}"
         others = f" or ignore_index {ignore_index}" if names_ignored else ""
-        raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {found}")
+        raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {got}")
 
 
 def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:

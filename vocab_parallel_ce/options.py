@@ -79,12 +79,12 @@ def _checks_of(record: type) -> dict[str, Callable[[str, Any], object]]:
         if value is not None:
             check(name, value)
 
-    found: dict[str, Callable[[str, Any], object]] = {}
+    checked: dict[str, Callable[[str, Any], object]] = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
-        for of_value in (hint, *get_args(hint)):
-            for check in getattr(of_value, "__metadata__", ()):
-                found[name] = check if of_value is hint else partial(unless_none, check)
-    return found
+        for kind in (hint, *get_args(hint)):
+            for check in getattr(kind, "__metadata__", ()):
+                checked[name] = check if kind is hint else partial(unless_none, check)
+    return checked
 
 
 CHECKS = _checks_of(Settings)
@@ -99,11 +99,11 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     for name, check in CHECKS.items():
         check(name, getattr(settings, name))
     softcap = settings.softcap
-    asked = set(checked_outputs(settings.outputs))
-    predictions = "predictions" in asked
+    requested = set(checked_outputs(settings.outputs))
+    predictions = "predictions" in requested
     if predictions and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with outputs of predictions, got {vocab_size}")
-    if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
+    if class_weight and "mean_logit" in requested:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
@@ -118,8 +118,8 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "threshold": None,
         "class_weight": class_weight,
         "predictions": predictions,
-        "lse": "lse" in asked,
-        **{name: name in asked for name in DIFFERENTIABLE if name != "lse"},
+        "lse": "lse" in requested,
+        **{name: name in requested for name in DIFFERENTIABLE if name != "lse"},
     }
     same = {
         # NumPy's numbers become Python's.
@@ -141,8 +141,8 @@ def checked_outputs(outputs: object) -> tuple[str, ...]:
 
 def bytes_of(text: str, name: str = "chunk_size", others: str = "'auto', a number of tokens") -> int:
     """Return the bytes that a text such as ``"256MiB"`` or ``"0.5GB"`` says; ``others`` are what else it may be."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTES)})", text)
-    n_bytes = 0 if found is None else int(Fraction(found[1]) * BYTES[found[2]])
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTES)})", text)
+    n_bytes = 0 if match is None else int(Fraction(match[1]) * BYTES[match[2]])
     if not n_bytes:
         raise ValueError(f"{name}: expected {others}, or bytes as '256MiB' (in {', '.join(BYTES)}), got {text!r}")
     return n_bytes
@@ -166,9 +166,9 @@ def check_settings(settings: Settings, n_ranks: int) -> None:
 
 def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
     """Return the given shard, or that of ``vocab_size``, or an equal one. ``subject`` has the ``n_columns``."""
-    given = settings.vocab_size
-    if isinstance(given, VocabShard):
-        return given.checked(n_columns, n_ranks, subject=subject)
-    if given is None:
+    size = settings.vocab_size
+    if isinstance(size, VocabShard):
+        return size.checked(n_columns, n_ranks, subject=subject)
+    if size is None:
         return VocabShard.even(n_columns, rank, n_ranks)
-    return VocabShard.of_rank(given, rank, n_ranks, n_columns, subject=subject)
+    return VocabShard.of_rank(size, rank, n_ranks, n_columns, subject=subject)

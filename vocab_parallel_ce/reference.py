@@ -17,14 +17,14 @@ from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
     """Return the launchers of a loss."""
-    own, exchanges = _Reference(loss, options, shard), loss.exchanges(options)
+    reference, exchanges = _Reference(loss, options, shard), loss.exchanges(options)
     return Launchers(
-        own.statistics,
-        own.outputs,
-        own.gradient,
+        reference.statistics,
+        reference.outputs,
+        reference.gradient,
         element_mul,
         widths=tuple(map(len, exchanges)),
-        second=own.second if len(exchanges) > 1 else None,
+        second=reference.second if len(exchanges) > 1 else None,
     )
 
 
@@ -43,8 +43,8 @@ class _Reference:
         rank: int,
         count: Tensor | None = None,
     ) -> None:
-        own = self.loss.tile(self._columns(logits), targets, self.shard, self.options)
-        stats[0][rank] = torch.stack([getattr(own, name) for name in self.names], dim=-1)
+        local = self.loss.tile(self._columns(logits), targets, self.shard, self.options)
+        stats[0][rank] = torch.stack([getattr(local, name) for name in self.names], dim=-1)
         if count is not None:
             ignored = self.loss.ignored(targets, self.options)
             assert ignored is not None
@@ -64,10 +64,10 @@ class _Reference:
         outputs: TokenOutputs,
         total: Tensor | None = None,
     ) -> None:
-        given = self._merged(stats), _second(stats), targets, self.shard, self.options
+        arguments = self._merged(stats), _second(stats), targets, self.shard, self.options
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
             if output is not None:
-                value = self.loss.output(name, *given)
+                value = self.loss.output(name, *arguments)
                 output.copy_((_divided(value, divisor) if name == "loss" else value).view(output.shape))
         if total is not None:
             sum_losses(outputs.loss, total)
@@ -81,16 +81,16 @@ class _Reference:
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        merged, second, own = self._merged(stats), _second(stats), (self.shard, self.options)
+        merged, second, constants = self._merged(stats), _second(stats), (self.shard, self.options)
         x = self._columns(logits)
-        grad = _divided(self.loss.gradient(x, targets, merged, second, *own), divisor)
+        grad = _divided(self.loss.gradient(x, targets, merged, second, *constants), divisor)
         if grads.loss is not None:
             grad = grad * grads.loss.unsqueeze(-1)
         # 0 under an infinite grad_output too. It divides the loss alone.
         if divisor is not None:
             grad = torch.where(divisor == 0, 0.0, grad)
-        if any(of_output is not None for of_output in grads[1:]):
-            grad = grad + self.loss.outputs_gradient(x, targets, merged, grads, *own)
+        if any(grad_output is not None for grad_output in grads[1:]):
+            grad = grad + self.loss.outputs_gradient(x, targets, merged, grads, *constants)
         ignored = self.loss.ignored(targets, self.options)
         if ignored is not None:
             grad.masked_fill_(ignored.unsqueeze(-1), 0.0)
@@ -104,11 +104,11 @@ class _Reference:
         """Merge ``stats[0] [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
         record, nothing = self.loss.Stats, torch.zeros_like(stats[0][0, :, 0])
 
-        def of_rank(packed: Tensor) -> Any:
+        def unpacked(packed: Tensor) -> Any:
             carried = dict(zip(self.names, packed.unbind(-1), strict=True))
             return record(*(carried.get(name, nothing) for name in record._fields))
 
-        return functools.reduce(functools.partial(self.loss.merge, options=self.options), map(of_rank, stats[0]))
+        return functools.reduce(functools.partial(self.loss.merge, options=self.options), map(unpacked, stats[0]))
 
 
 def sum_losses(losses: Tensor, total: Tensor) -> None:

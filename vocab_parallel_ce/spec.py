@@ -180,11 +180,11 @@ def local_stats(
     shifted.scatter_(-1, at_label, torch.where(owned, NEG_INF, label_shifted))
     exp_shifted = shifted.exp()  # of the other columns: 0 at the label's
     if "exp_shifted_sum" in wanted:
-        of_label = torch.where(owned, label_shifted.exp() * _bounded(label_shifted), 0.0)
-        exp_shifted_sum = (exp_shifted * _bounded(shifted)).sum(dim=-1) + of_label.squeeze(-1)
+        label_term = torch.where(owned, label_shifted.exp() * _bounded(label_shifted), 0.0)
+        exp_shifted_sum = (exp_shifted * _bounded(shifted)).sum(dim=-1) + label_term.squeeze(-1)
     if "sum_exp_sq" in wanted:
-        of_label = torch.where(owned, label_shifted.exp() ** 2, 0.0)
-        sum_exp_sq = (exp_shifted**2).sum(dim=-1) + of_label.squeeze(-1)
+        label_term = torch.where(owned, label_shifted.exp() ** 2, 0.0)
+        sum_exp_sq = (exp_shifted**2).sum(dim=-1) + label_term.squeeze(-1)
     if "argmax" in wanted:
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
@@ -208,7 +208,7 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
         a.n_columns + b.n_columns,
         (a.exp_shifted_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
         + (b.exp_shifted_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
-        torch.minimum(*(torch.where(own.row_max == row_max, own.argmax, INF) for own in (a, b))),
+        torch.minimum(*(torch.where(stats.row_max == row_max, stats.argmax, INF) for stats in (a, b))),
         a.target_weight + b.target_weight,
         a.sum_exp_sq * a_scale**2 + b.sum_exp_sq * b_scale**2,
     )
@@ -300,8 +300,8 @@ def gradient(
         grad = (1 - e) * weight * torch.where(is_label, at_label, p)
         if e:
             assert class_weight is not None
-            of_columns = torch.nn.functional.pad(class_weight.to(z.dtype), (0, z.shape[-1] - class_weight.shape[0]))
-            grad = grad + e / vocab_size * (stats.n_columns.unsqueeze(-1) * p - of_columns)
+            weights = torch.nn.functional.pad(class_weight.to(z.dtype), (0, z.shape[-1] - class_weight.shape[0]))
+            grad = grad + e / vocab_size * (stats.n_columns.unsqueeze(-1) * p - weights)
         p = p * weight
     if options.z_loss:
         grad = grad + p * (2 * options.z_loss * (stats.row_max + log_sum_exp(stats))).unsqueeze(-1)

@@ -132,11 +132,11 @@ class Columns(Role):
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         """Return ``[n]`` of the valid columns, of the arithmetic's dtype, at a boundary of 16 bytes."""
         shard: VocabShard = plan.shard
-        shape, start, (whole, own) = tuple(target.shape), 0, (shard.vocab_size, shard.n_columns)
+        shape, start, (whole, width) = tuple(target.shape), 0, (shard.vocab_size, shard.n_columns)
         if shape == (whole,):
             start = shard.start
-        elif shape != (own,):
-            expected = f"({whole},)" if whole == own else f"({whole},), or ({own},) for this rank's columns"
+        elif shape != (width,):
+            expected = f"({whole},)" if whole == width else f"({whole},), or ({width},) for this rank's columns"
             raise ValueError(f"{name}: expected shape {expected}, got {shape}")
         dtype = compute_dtype(tokens.tensor.dtype)
         columns = target.detach()[start : start + shard.n_valid].to(dtype).contiguous()
@@ -211,12 +211,12 @@ ROLES: dict[Any, tuple[tuple[str, str, Role, bool], ...]] = {}
 
 def register(kind: Any) -> bool:
     """Find the roles of a NamedTuple of targets. Return whether one is read where it lies."""
-    found = []
+    roles = []
     for field, hint in get_type_hints(kind, include_extras=True).items():
         role = next(each for each in get_args(hint) if isinstance(each, Role))
-        found.append((field, role.name or field, role, field in kind._field_defaults))
-    ROLES[kind] = tuple(found)
-    return any(type(role).check_memory is not Role.check_memory for _, _, role, _ in found)
+        roles.append((field, role.name or field, role, field in kind._field_defaults))
+    ROLES[kind] = tuple(roles)
+    return any(type(role).check_memory is not Role.check_memory for _, _, role, _ in roles)
 
 
 def passed(targets: Any) -> Iterator[tuple[str, Tensor, Role]]:
@@ -249,8 +249,8 @@ def are_local(targets: Any, settings: Settings) -> bool:
 def local(targets: Record, tokens: Tokens, settings: Settings, plan: Any) -> Record:
     """Return checked targets as launchers take them."""
     zipped = zip(ROLES[type(targets)], targets, strict=True)
-    found = [t if t is None else role.local(name, t, tokens, settings, plan) for (_, name, role, _), t in zipped]
-    return type(targets)(*found)
+    values = [t if t is None else role.local(name, t, tokens, settings, plan) for (_, name, role, _), t in zipped]
+    return type(targets)(*values)
 
 
 def in_order(targets: Record, order: Any, settings: Settings) -> Record:
@@ -324,11 +324,11 @@ def check_columns(n_columns: int, settings: Settings, plan: Any, *, subject: str
             f"got {n_columns}"
         )
     if isinstance(settings.vocab_size, VocabShard):
-        own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
+        other = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
     else:
-        own = VocabShard.of_rank(shard.vocab_size, plan.rank, plan.n_ranks, n_columns, subject=subject)
-    if own.n_valid != shard.n_valid or (own.n_valid and own.start != shard.start):
-        columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
+        other = VocabShard.of_rank(shard.vocab_size, plan.rank, plan.n_ranks, n_columns, subject=subject)
+    if other.n_valid != shard.n_valid or (other.n_valid and other.start != shard.start):
+        columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, other)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
 
 
