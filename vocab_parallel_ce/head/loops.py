@@ -32,30 +32,23 @@ class Products:
     """The matrix products of one walk over the chunks, and the gradients."""
 
     def __init__(
-        self,
-        linear: LinearCall,
-        local: Head,
-        targets: Any,
-        wanted: Wanted,
-        *,
-        keeps: bool = False,
-        kept: Tensor | None = None,
+        self, linear: LinearCall, local: Head, targets: Any, wanted: Wanted, kept: Tensor | None = None
     ) -> None:
-        """``keeps``: allocate memory for logits that are kept. ``kept``: the kept logits."""
+        """``kept``: memory of the logits that are kept, of whole chunks from the first on."""
         weight, bias, main_grad = local.weight, local.bias, linear.main_grad
+        self.linear, self.targets = linear, targets
         self.weight = weight.to(linear.head.dtype)
         self.bias = None if bias is None else bias.to(linear.head.logits_dtype)
         self.hidden = HiddenStates(linear, local.hidden, wanted[0])
-        if keeps and linear.n_kept:
-            kept = weight.new_empty(linear.n_kept, weight.shape[0], dtype=linear.head.logits_dtype)
         self.kept = kept  # [n, C]
-        n_kept = 0 if kept is None or linear.head.logits_dtype != linear.head.dtype else kept.shape[0]
+        is_fp32 = linear.head.logits_dtype != linear.head.dtype
+        if is_fp32:
+            self.weight_of_logits = fp32_factor(self.weight)
+        has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
+        n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
         longest = max((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), default=0)
         self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
-        self.d_buffer = self.buffer  # the gradient of the logits
-        if linear.head.logits_dtype != linear.head.dtype:
-            self.weight_of_logits = fp32_factor(self.weight)
-            self.d_buffer = self.weight.new_empty(longest if any(wanted) else 0, weight.shape[0])
+        self.d_buffer = self.weight.new_empty(longest, weight.shape[0]) if has_d_buffer else None
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
             # A factor that only backward knows multiplies the fp32 sum.
@@ -68,35 +61,35 @@ class Products:
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 
-    def logits_of(self, rows: slice, states: Tensor, *, again: bool = False) -> Tensor:
-        """Return the logits of a chunk. Kept ones have memory of their own, which is filled already if ``again``."""
-        if self.kept is None or rows.stop > self.kept.shape[0]:
-            return self.logits(states)
-        if not again:
-            return self.logits(states, into=self.kept[rows])
-        if self.d_buffer is self.buffer:
-            return self.kept[rows]
-        # Their gradient has memory of another dtype, laid out as the buffer's.
-        return self.buffer[: states.shape[0]].copy_(self.kept[rows])
+    def memory(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
+        """Return memory ``[n, C]`` of a chunk's logits and of their gradient, and whether the logits are kept.
 
-    def d_logits_of(self, logits: Tensor) -> Tensor:
-        """Return memory for the gradient of a chunk's logits: theirs, unless they have another dtype."""
-        return logits if self.d_buffer is self.buffer else self.d_buffer[: logits.shape[0]]
+        Both are the same memory, unless the gradient has another dtype. Kept logits are then copied, since it is laid
+        out as the buffer.
+        """
+        n_rows = rows.stop - rows.start
+        kept = None if self.kept is None or rows.stop > self.kept.shape[0] else self.kept[rows]
+        if self.d_buffer is None:
+            logits = self.buffer[:n_rows] if kept is None else kept
+            return logits, logits, kept is not None
+        logits = self.buffer[:n_rows]
+        if kept is not None:
+            logits.copy_(kept)
+        return logits, self.d_buffer[:n_rows], kept is not None
 
-    def logits(self, states: Tensor, first: int = 0, into: Tensor | None = None) -> Tensor:
-        """Return the logits of hidden states, ``into`` or in the buffer from its row ``first``."""
-        logits = self.buffer[first : first + states.shape[0]] if into is None else into
+    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
+        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
         if logits.dtype != states.dtype:
             fp32_product(states, self.weight_of_logits.t(), logits)
-            return logits if self.bias is None else logits.add_(self.bias)
-        if self.bias is None:
-            return torch.mm(states, self.weight.t(), out=logits)
-        return torch.addmm(self.bias, states, self.weight.t(), out=logits)
+            if self.bias is not None:
+                logits.add_(self.bias)
+        elif self.bias is None:
+            torch.mm(states, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, states, self.weight.t(), out=logits)
 
-    def write_d_hidden(self, d_logits: Tensor, d_hidden: Tensor | None) -> None:
-        """Fill ``d_hidden [n, D]``, of any dtype, from ``d_logits [n, C]``, if it is wanted."""
-        if d_hidden is None:
-            return
+    def fill_d_hidden(self, d_logits: Tensor, d_hidden: Tensor) -> None:
+        """Fill ``d_hidden [n, D]``, of any dtype, from ``d_logits [n, C]``."""
         if d_hidden.dtype == d_logits.dtype:
             torch.mm(d_logits, self.weight, out=d_hidden)
         else:
@@ -131,13 +124,17 @@ def forward(
     Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
     parallelism one of hidden states per chunk.
     """
-    call, plan, n_rows = linear.call, linear.call.plan, linear.n_rows
+    call, plan, n_rows, kept = linear.call, linear.call.plan, linear.n_rows, None
     outputs = run.new_outputs(plan, (n_rows,), local.hidden)
-    products = Products(linear, local, targets, (False, False, False), keeps=keeps)
+    if keeps and linear.n_kept:
+        kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
+    products = Products(linear, local, targets, (False, False, False), kept)
     stats = run.new_statistics(plan, n_rows, local.hidden)
     own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
-        logits, of_rows = products.logits_of(rows, states), plan.loss.at(targets, rows)
+        logits, *_ = products.memory(rows)
+        products.fill_logits(states, logits)
+        of_rows = plan.loss.at(targets, rows)
         if plan.launchers.second is None:
             plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
         else:
@@ -150,7 +147,7 @@ def forward(
     if plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
     plan.launchers.outputs(stats, targets, call.divisor, outputs)
-    return _in_token_order(linear, outputs), stats, products.kept
+    return _in_token_order(linear, outputs), stats, kept
 
 
 def forward_with_gradients(
@@ -165,55 +162,9 @@ def forward_with_gradients(
     outputs = run.new_outputs(linear.call.plan, (linear.n_rows,), local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
-    for rows, states in products.hidden.chunks():
-        _chunk_with_gradients(linear, products, states, targets, outputs, stats, rows)
-    gradients = products.gradients()
+    grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.of_rows)
+    gradients = _gradients(products, stats, grads, outputs)
     return _in_token_order(linear, outputs), gradients, stats
-
-
-def _chunk_with_gradients(
-    linear: LinearCall,
-    products: Products,
-    states: Tensor,
-    targets: Any,
-    outputs: TokenOutputs,
-    stats: Stats,
-    rows: slice,
-) -> None:
-    """Fill the outputs and the statistics of one chunk, and add its gradients. The buffer is free afterwards."""
-    begun, call, expected = [], linear.call, linear.expected
-    plan = call.plan
-    for part in parts_of(states.shape[0], plan.n_ranks):
-        own_rows = slice(rows.start + part.start, rows.start + part.stop)
-        given = products.logits(states[part], part.start), plan.loss.at(targets, own_rows)
-        begun.append((part, own_rows, given, _begin_exchange(call, *given)))
-    d_hidden = products.hidden.new_gradient(rows)
-    for part, own_rows, given, exchange in begun:
-        found, d_logits = _at(outputs, own_rows), products.d_buffer[part]
-        if exchange is None:
-            run.one_pass(call, *given, found)  # d_logits are in the memory of the logits
-        else:
-            of_part, handle = exchange
-            run.exchange(call, *given, of_part, handle)
-            if stats:
-                for each, part_stats in zip(stats, of_part, strict=True):
-                    each[:, own_rows] = part_stats
-            plan.launchers.outputs(of_part, given[1], call.divisor, found)
-            grads = GradOutputs() if expected is None else GradOutputs(expected.of_rows[own_rows])
-            plan.launchers.gradient(*given, of_part, call.divisor, grads, d_logits)
-        products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
-    products.finish_chunk(rows, states, d_hidden, products.d_buffer[: states.shape[0]])
-
-
-def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats, Any] | None:
-    """Return a part's statistics, and the handle of their exchange, None for one rank; None if one launch does all."""
-    plan = call.plan
-    if run.takes_one_pass(plan, logits.shape[0]):
-        return None
-    stats, _ = run.local_statistics(plan, logits, targets)
-    if plan.n_ranks == 1:
-        return stats, None
-    return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
 
 
 def backward(
@@ -229,26 +180,71 @@ def backward(
 
     Overwrites ``kept``.
     """
-    if linear.overflow is not None:
-        grads = GradOutputs(*[None if grad is None else grad * linear.overflow for grad in grads])
     if grads.loss is None:
         grads = grads._replace(loss=stats[0].new_zeros(()))
-    n_rows = stats[0].shape[1]
-    grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, n_rows) for grad in grads])
-    call, products = linear.call, Products(linear, local, targets, wanted, kept=kept)
-    plan = call.plan
+    grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad) for grad in grads])
+    return _gradients(Products(linear, local, targets, wanted, kept), stats, grads)
+
+
+def _gradients(products: Products, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None = None) -> Gradients:
+    """Return the gradients of all chunks; ``grads`` are of rows.
+
+    Forward has ``outputs`` to fill, and perhaps ``stats``. For backward, ``stats`` are those of forward.
+    """
     for rows, states in products.hidden.chunks():
-        logits = products.logits_of(rows, states, again=True)
-        of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
-        own_stats = tuple([each[:, rows].contiguous() for each in stats])
-        d_logits = products.d_logits_of(logits)
-        run.write_gradient(plan, logits, plan.loss.at(targets, rows), own_stats, call.divisor, of_rows, d_logits)
-        d_hidden = products.hidden.new_gradient(rows)
-        products.write_d_hidden(d_logits, d_hidden)
-        del logits
-        products.finish_chunk(rows, states, d_hidden, d_logits)
-        del d_logits
+        _add_chunk(products, rows, states, stats, grads, outputs)
     return products.gradients()
+
+
+def _add_chunk(
+    products: Products, rows: slice, states: Tensor, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None
+) -> None:
+    """Add the gradients of one chunk. The buffer is free afterwards."""
+    call, begun = products.linear.call, list[Any]()
+    plan = call.plan
+    logits, d_logits, is_kept = products.memory(rows)
+    for part in parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks):
+        part_rows = slice(rows.start + part.start, rows.start + part.stop)
+        part_logits = logits[part]
+        if not is_kept:
+            products.fill_logits(states[part], part_logits)
+        part_targets = plan.loss.at(products.targets, part_rows)
+        if outputs is None:
+            exchange: Any = tuple([each[:, part_rows].contiguous() for each in stats]), None
+        else:
+            exchange = _begin_exchange(call, part_logits, part_targets)
+        begun.append((part, part_rows, part_logits, part_targets, *exchange))
+    while begun:
+        part, part_rows, part_logits, part_targets, part_stats, handle = begun.pop(0)
+        if outputs is not None:
+            part_outputs = TokenOutputs._make([None if each is None else each[part_rows] for each in outputs])
+            if part_stats is None:
+                run.one_pass(call, part_logits, part_targets, part_outputs)  # the gradient too, over the logits
+            else:
+                run.exchange(call, part_logits, part_targets, part_stats, handle)
+                plan.launchers.outputs(part_stats, part_targets, call.divisor, part_outputs)
+                for each, of_part in zip(stats, part_stats, strict=False):  # forward may have none
+                    each[:, part_rows] = of_part
+        if part_stats is not None:
+            part_grads = GradOutputs(*[None if grad is None else grad[part_rows] for grad in grads])
+            plan.launchers.gradient(part_logits, part_targets, part_stats, call.divisor, part_grads, d_logits[part])
+        del part_targets  # they may hold a teacher's logits
+        if part.start == 0:
+            d_hidden = products.hidden.new_gradient(rows)
+        if d_hidden is not None:
+            products.fill_d_hidden(d_logits[part], d_hidden[part])
+    products.finish_chunk(rows, states, d_hidden, d_logits)
+
+
+def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | None, Any]:
+    """Return a part's statistics, and the handle of their exchange, None for one rank; no statistics for one_pass."""
+    plan = call.plan
+    if run.takes_one_pass(plan, logits.shape[0]):
+        return None, None
+    stats, _ = run.local_statistics(plan, logits, targets)
+    if plan.n_ranks == 1:
+        return stats, None
+    return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
 
 
 def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gradients:
@@ -287,26 +283,23 @@ def scaled_by_factor(
 
 def _in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
     """Return outputs of rows as outputs of tokens; a reduced loss is summed."""
-
-    def of_tokens(values: Tensor | None, of_ignored: float) -> Any:
-        return values if values is None or linear.order is None else linear.order.to_tokens(values, of_ignored)
-
-    loss = of_tokens(outputs.loss, 0.0) if linear.call.plan.reduction == "none" else outputs.loss.sum()
-    others = [of_tokens(values, 0.0) for values in outputs[1:-1]]
-    if linear.overflow is not None:  # tokens were left out whose 0 would be wrong
-        loss, *others = (None if values is None else values * linear.overflow for values in (loss, *others))
-    return TokenOutputs._make((loss, *others, of_tokens(outputs.predictions, -1)))
-
-
-def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:
-    loss, *others = (None if values is None else values[rows] for values in outputs)
-    assert loss is not None
-    return TokenOutputs(loss, *others)
+    of_tokens = []
+    for name, values in outputs._asdict().items():
+        if name == "loss" and linear.call.plan.reduction != "none":
+            values = values.sum()
+        elif values is not None and linear.order is not None:
+            values = linear.order.to_tokens(values, -1 if name == "predictions" else 0.0)
+        if values is not None and linear.overflow is not None and name != "predictions":
+            values = values * linear.overflow  # tokens were left out whose 0 would be wrong
+        of_tokens.append(values)
+    return TokenOutputs._make(of_tokens)
 
 
-def to_rows(linear: LinearCall, grad_output: Tensor, n_rows: int) -> Tensor:
+def _to_rows(linear: LinearCall, grad_output: Tensor) -> Tensor:
     """Return ``[M]``, or ``[M, k]`` of a loss of k values: a grad_output of one element for all, or of each token."""
+    if linear.overflow is not None:
+        grad_output = grad_output * linear.overflow
     if grad_output.dim() == 0:
-        return grad_output.reshape(1).expand(n_rows)
+        return grad_output.reshape(1).expand(linear.n_rows)
     grad_output = grad_output.reshape(-1, *linear.call.plan.row_shape)
     return grad_output if linear.order is None else linear.order.to_rows(grad_output, 0.0)
