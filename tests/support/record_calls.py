@@ -30,7 +30,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.host.poison import poisoned_allocations
-from tests.support.random import heads as random_heads
-from tests.support.random import logits as random_logits
 from tests.support.random.call import Call
-from tests.support.random.calls import Where, interpret
+from tests.support.random.calls import Ready, Where, interpret, ready
+from tests.support.random.logits import LogitsCase
 from tests.support.random.public import PUBLIC, Given
 from tests.support.random.tables import changes_of
 from tests.support.random.truth import Numbers
@@ -115,44 +113,38 @@ def changed(given: Given, before: dict[str, str]) -> list[str]:
     return [name for name, tensor in tensors_of(given).items() if digest(tensor) != before[name]]
 
 
-def of_rank(call: Call, case: Any, rank: int, group: Any) -> Record:
+def of_rank(call: Call, case: Ready, rank: int, group: Any) -> Record:
     """Make the call on one rank, and return what is recorded."""
     torch.set_num_threads(1)
     given = case.given[rank]
     before = {name: digest(tensor) for name, tensor in tensors_of(given).items()}
-    with case.autocast(call) if call.is_head else nullcontext():
+    with case.autocast():
         found = call.invoke(given, group)
     record: Record = {name: summary(value) for name, value in sorted(found.items())}
     written = [f"{name} in forward" for name in changed(given, before)]
-    upstream = getattr(case, "upstream", None) or upstream_of(call, found)
-
+    upstream = case.upstream or upstream_of(call, found)
+    in_place = watch_memory(call, case, rank) if isinstance(case, LogitsCase) else []
     with torch.autograd.set_multithreading_enabled(False):  # backward may wait for the other ranks' threads
-        if call.is_head:
-            torch.autograd.backward([found[name] for name in upstream], list(upstream.values()))
-            leaves = case.heads[rank]._asdict().items()
-            grads = {name: leaf.grad for name, leaf in leaves if leaf is not None and leaf.grad is not None}
-            grads |= {"main_grad": given["main_grad"]} if "main_grad" in given else {}
-        else:
-            grads, more = logits_backward(call, case, rank, found, upstream)
-            written += more
+        case.backward(rank, found, upstream)
+    grads = case.gradients(rank)
     record |= {f"gradient of {name}": summary(grad) for name, grad in sorted(grads.items())}
-    return record | {"written": sorted(written + changed(given, before))}
+    written += ["logits hold their gradient"] * any(in_place) + changed(given, before)
+    return record | {"written": sorted(written)}
 
 
-def logits_backward(
-    call: Call, case: random_logits.OfLogits, rank: int, found: Numbers, upstream: Numbers
-) -> tuple[Numbers, list[str]]:
-    """Return the gradient, and whether it is in the logits' memory; forget the logits if nobody else has them."""
-    given, leaf, in_place = case.given[rank], case.leaves[rank], []
+def watch_memory(call: Call, case: LogitsCase, rank: int) -> list[bool]:
+    """Forget the logits if nobody else has them; return what will say whether their gradient is in their memory."""
+    leaf = case.leaves[rank]
+    in_place: list[bool] = []
+    if leaf.logits is leaf.leaf:
+        return in_place
     # Not an address, which a new tensor may get once the logits are freed; and no reference that the package counts.
-    memory, is_made = StorageWeakRef(leaf.logits.untyped_storage()), leaf.logits is not leaf.leaf
-    if is_made:
-        leaf.logits.register_hook(lambda grad: in_place.append(grad.untyped_storage()._cdata == memory.cdata))
-    if is_made and is_alone(call):
-        del given["logits"]
-        case.leaves[rank] = leaf = leaf._replace(logits=None)  # type: ignore[arg-type]
-    random_logits.backward(call, leaf, found, upstream)
-    return {"logits": leaf.grads[0]}, ["logits hold their gradient"] * any(in_place)
+    memory = StorageWeakRef(leaf.logits.untyped_storage())
+    leaf.logits.register_hook(lambda grad: in_place.append(grad.untyped_storage()._cdata == memory.cdata))
+    if is_alone(call):
+        del case.given[rank]["logits"]
+        case.leaves[rank] = leaf._replace(logits=None)  # type: ignore[arg-type]
+    return in_place
 
 
 def options_of(call: Call) -> str:
@@ -169,7 +161,7 @@ def label_of(call: Call) -> str:
 def record_of(seed: int, where: Where, ranks: tuple[int, ...] = (1, 2, 4)) -> Record:
     """Make the call of a seed, and record it."""
     call = Call(seed, where.device, where.impl, where.small, changes_of(seed, ranks))
-    case = random_heads.with_parts(call, random_heads.ready(call)) if call.is_head else random_logits.ready(call)
+    case = ready(call)
     inputs = [sorted((name, digest(value)) for name, value in given.items()) for given in case.given]
     record = {"function": label_of(call), "ranks": call.ranks, "options": options_of(call), "inputs": digest(inputs)}
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.random.inputs import NAN, NEG_INF, Draw
 from tests.support.random.public import Given, invoke, verified
 from tests.support.random.tables import TENSOR, Case
-from tests.support.random.truth import Numbers, Truth, finite
+from tests.support.random.truth import Numbers, finite
 
 UNITS = 16  # last digits of fp32 per unit of a bound; of fp64 FP64_UNITS
 FP64_UNITS = 4096  # the oracle rounds as much
@@ -54,6 +54,16 @@ def assert_near(
         )
 
 
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether both have the same bits, except of NaN."""
+    return torch.equal(a.detach().nan_to_num(7.0), b.detach().nan_to_num(7.0))
+
+
+def size_of(upstream: Numbers) -> float:
+    """The largest factor."""
+    return max((float(value.abs().max()) for value in upstream.values() if value.numel()), default=0.0)
+
+
 class Call:
     """What calls of functions with labels, targets or teachers have in common: the draw, and the oracle's options."""
 
@@ -84,16 +94,20 @@ class Call:
         self.settings: Settings = {}  # of the call, alike on all ranks
         self.of_oracle: Settings = {}
 
-    def common(self, names: tuple[str, ...]) -> None:
-        """Take options of the configuration that both the call and the oracle have, where they are not the default."""
-        for name in names:
-            if self.draw[name] is not None:
-                self.of_oracle[name] = self.settings[name] = self.draw[name]
+    def take(self, *names: str) -> Settings:
+        """Take options of the configuration, where they are not the default."""
+        taken = {name: self.draw[name] for name in names if self.draw[name] is not None}
+        self.settings |= taken
+        return taken
+
+    def common(self, *names: str) -> None:
+        """Take options that the oracle has, too."""
+        self.of_oracle |= self.take(*names)
 
     def divisor(self) -> None:
         """Draw ``num_items``; 0 at times."""
         draw = self.draw
-        self.common(("reduction",))
+        self.common("reduction")
         if draw["num_items"] is not None:
             n = 0 if draw.has(0.04) else draw.rng.randint(1, 40)
             self.of_oracle["num_items"] = n
@@ -138,6 +152,15 @@ class Call:
         part[..., : max(self.vocab_size - start, 0)] = values[..., start:stop]
         return part
 
+    def on_ranks(self, values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Targets, or a teacher's logits, in their dtype; and each rank's columns of them in their layout."""
+        dtype, layout = self.draw["other_dtype"], self.draw["other_layout"]
+        values = self.draw.shared(values.to(dtype), "other_layout")
+        return values, [self.draw.placed(self.shard_of(values, rank), layout) for rank in range(self.ranks)]
+
+    def no_rounding(self) -> Tensor:
+        return torch.zeros(self.leading, dtype=torch.float64, device=self.draw.device)
+
     def mask(self) -> float:
         """The value of masked columns: -inf, the lowest number, or a large one where sums of it would overflow."""
         draw = self.draw
@@ -158,9 +181,9 @@ class Call:
         lowest = -1e4 if is_low else torch.finfo(dtype).min
         return draw.rng.choice((NEG_INF, lowest)) if not self.is_head else 0.0
 
-    def check_outputs(self, found: Numbers, truth: Truth) -> None:
-        for name, value in truth.outputs.items():
-            assert_near(name, found[name], value, truth.bounds[name])
+    def labels(self) -> Tensor:
+        may_be_outside = self.draw["class_weight"] is None or self.draw["reduction"] != "mean"
+        return self.draw.labels(self.leading, self.vocab_size, may_be_outside=may_be_outside)
 
     def upstream(self, found: Numbers, names: Sequence[str]) -> Numbers:
         """Gradients of the outputs, of some of them at times."""

@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.support.random.beside import Beside, gradients_of, no_check, teacher_options, with_labels, with_tokens
-from tests.support.random.call import UNITS, WIDTH, Call, assert_near, half_digit
+from tests.support.random.beside import Beside, divergence_from, teacher_options, with_labels, with_tokens
+from tests.support.random.call import UNITS, WIDTH, Call, alike, assert_near, half_digit, size_of
 from tests.support.random.inputs import NEG_INF
-from tests.support.random.logits import alike
 from tests.support.random.public import Given
-from tests.support.random.truth import Numbers, Truth, finite, of_teacher
-from tests.support.ranks.in_turn import in_turn
+from tests.support.random.truth import Numbers, finite
 
 
 class Head(NamedTuple):
@@ -81,7 +79,7 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
     return draw.normal(*head.weight.shape) if draw["main_grad"] else None
 
 
-def beside_head(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Beside:
+def beside_head(call: Call, labels: Tensor, is_exact: bool) -> Beside:
     if call.function != "linear_distillation_loss":
         return with_labels(call, labels)
     return with_tokens(call, labels) if "rest" in call.draw.case else with_two_heads(call, labels, is_exact)
@@ -89,155 +87,118 @@ def beside_head(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Besid
 
 def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:
     draw = call.draw
-    given = teacher_options(call, labels)
+    settings = teacher_options(call, labels)
     dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
     exact = dtype != torch.float32 or is_exact
     other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))
     teacher = logits_of(other, call.vocab_size)
 
-    def compute(x: Tensor, rounding: Tensor) -> Truth:
-        of_other = rounding_of(other, exact)
-        return of_teacher(x, teacher, given.get("labels"), call.of_oracle, rounding, of_other)
-
     def tensors(rank: int) -> Given:
-        own = other.rows(*call.bounds[rank])._asdict()
-        return {**{f"teacher_{name}": tensor for name, tensor in own.items()}, **given}
+        rows = other.rows(*call.bounds[rank])._asdict()
+        return {**{f"teacher_{name}": tensor for name, tensor in rows.items()}, **settings}
 
-    return Beside(compute, tensors, no_check)
+    return Beside(divergence_from(call, teacher, settings.get("labels"), rounding_of(other, exact)), tensors)
 
 
-class OfHead(NamedTuple):
+class HeadCase(NamedTuple):
     """A call that is ready to be made."""
 
+    call: Call
     head: Head  # of the vocabulary, and its padding
+    logits: Tensor  # of the vocabulary
+    rounding: Tensor  # of the logits
+    labels: Tensor
     beside: Beside
     heads: list[Head]  # of each rank
     given: list[Given]  # to each rank
-    trained: dict[str, bool]
-    is_exact: bool
     upstream: Numbers | None  # where the call must know it
+    main_grad: Tensor | None  # of the vocabulary, before the call
 
-    def autocast(self, call: Call) -> Any:
-        return torch.autocast(call.draw.device, torch.bfloat16) if call.draw["autocast"] else nullcontext()
+    def autocast(self) -> Any:
+        draw = self.call.draw
+        return torch.autocast(draw.device, torch.bfloat16) if draw["autocast"] else nullcontext()
+
+    def backward(self, rank: int, returned: Numbers, upstream: Numbers) -> None:
+        torch.autograd.backward([returned[name] for name in upstream], list(upstream.values()))
+
+    def gradients(self, rank: int) -> Numbers:
+        leaves = self.heads[rank]._asdict().items()
+        grads = {name: leaf.grad for name, leaf in leaves if leaf is not None and leaf.grad is not None}
+        main_grad = self.given[rank].get("main_grad")
+        return grads if main_grad is None else grads | {"main_grad": main_grad}
+
+    def whole_gradients(self) -> Numbers:
+        """The gradients of the vocabulary, and of all tokens."""
+        call, of_ranks = self.call, [self.gradients(rank) for rank in range(self.call.ranks)]
+        whole = {name: torch.cat([grads[name] for grads in of_ranks]) for name in of_ranks[0] if name != "hidden"}
+        hidden = [grads["hidden"] for grads in of_ranks if "hidden" in grads]
+        if not hidden:
+            return whole
+        if call.draw["sequence_parallel"]:
+            whole["hidden"] = torch.cat(hidden)
+        elif call.ranks == 1 or call.draw["reduce_hidden_grad"]:
+            whole["hidden"] = hidden[0]
+            assert all(alike(grad, hidden[0]) for grad in hidden), "gradient of hidden: differs between the ranks"
+        else:
+            whole["hidden"] = functools.reduce(torch.add, [grad.double() for grad in hidden]).to(call.dtype)
+        return whole
+
+    def check_gradients(self, truth: Tensor, bound: Tensor, upstream: Numbers) -> None:
+        """Check the gradients of products of the gradient of the logits, which is rounded to the products' dtype."""
+        call, head, valid, flat = self.call, self.head, self.call.vocab_size, truth.flatten(0, -2)
+        hidden, weight = head.hidden.double().flatten(0, -2), head.weight.double()[:valid]
+        of_product = torch.bfloat16 if call.draw["autocast"] else call.dtype
+        unit, factor = UNITS * 2.0**-23, size_of(upstream)
+        half = 0.0 if of_product == torch.float32 else half_digit(truth.to(of_product)) / unit
+        least = 2.0**-24 * max(factor, 1.0) / unit if of_product == torch.float16 else 0.0
+        of_logits = bound.flatten(0, -2) + finite(flat).abs() * (2 * half + 2) + least
+        roundings = 2 if of_product == call.dtype else 3
+        of_sum = (
+            finite(flat).abs() * half * (call.ranks - 1)
+        )  # each rank rounds its part of the hidden states' gradient
+        expected = {
+            "hidden": (flat @ weight, (of_logits + of_sum) @ weight.abs()),
+            "weight": (flat.t() @ hidden, of_logits.t() @ hidden.abs()),
+            "bias": (flat.sum(0), of_logits.sum(0)),
+        }
+        leaves = self.heads[0]._asdict().items()
+        expected = {name: expected[name] for name, leaf in leaves if leaf is not None and leaf.requires_grad}
+        grads, padded = self.whole_gradients(), {name: 0.0 for name in ("weight", "bias")}
+        if self.main_grad is not None:
+            value, of_error = expected.pop("weight")
+            before, padded["main_grad"] = self.main_grad[:valid].double(), self.main_grad[valid:]
+            expected["main_grad"] = (value + before, of_error + before.abs())
+        assert grads.keys() == expected.keys(), f"gradients of {sorted(grads)}, expected of {sorted(expected)}"
+        for name, (value, of_error) in expected.items():
+            grad = grads[name].flatten(0, -2) if name == "hidden" else grads[name][:valid]
+            if name in padded:
+                assert bool((grads[name][valid:] == padded[name]).all()), f"gradient of padded rows of {name}"
+            of_error = of_error + half * roundings * finite(value).abs()
+            assert_near(f"gradient of {name}", grad, value, of_error, factor=factor)
 
 
-def ready(call: Call) -> OfHead:
-    draw = call.draw
-    outside = draw["class_weight"] is None or draw["reduction"] != "mean"
-    labels = draw.labels(call.leading, call.vocab_size, may_be_outside=outside)
+def ready(call: Call) -> HeadCase:
+    draw, labels = call.draw, call.labels()
     is_exact = draw["autocast"] or call.dtype != torch.float32
     head = head_of(call, call.dtype, is_exact=is_exact, has_bias=draw["bias"])
     trained = {"hidden": draw["trains"] != "head", "weight": draw["trains"] != "hidden"}
-    trained["bias"] = trained["weight"] and head.bias is not None
-    heads = [head.rows(start, stop).leaves(trained) for start, stop in call.bounds]
+    trained["bias"] = trained["weight"]
     main_grad = head_settings(call, labels, head)
+    before = None if main_grad is None else main_grad.clone()
     upstream = None
     if draw["gradient"] == "in_forward" and draw["reduction"] == "none" and draw["num_items"] is None:
         upstream = {"loss": draw.upstream(call.leading, torch.float32)}
         call.settings["expected_grad_output"] = upstream["loss"] * 0.5
-    beside = beside_head(call, head, labels, is_exact)
-    given = []
-    for rank, own in enumerate(heads):
-        of_rank = {**own._asdict(), **beside.tensors(rank), **call.settings, **call.of_rank(rank)}
-        given.append(of_rank if main_grad is None else of_rank | {"main_grad": main_grad[slice(*call.bounds[rank])]})
-    return OfHead(head, beside, heads, given, trained, is_exact, upstream)
-
-
-def with_parts(call: Call, case: OfHead) -> OfHead:
-    """Give each rank its part of the tokens, if the call is sequence parallel."""
-    if not call.draw.case.get("sequence_parallel"):
-        return case
-    heads = []
-    for rank, (head, given) in enumerate(zip(case.heads, case.given, strict=True)):
-        part = nn.Parameter(head.hidden.detach().chunk(call.ranks)[rank], case.trained["hidden"])
-        heads.append(head._replace(hidden=part))
-        given |= {"hidden": part, "sequence_parallel": True}
-    return case._replace(heads=heads)
-
-
-def of_head(call: Call) -> None:
-    case = with_parts(call, ready(call))
-    beside, given = case.beside, case.given
-    logits, rounding = logits_of(case.head, call.vocab_size).detach(), rounding_of(case.head, case.is_exact).detach()
-    before = [own["main_grad"].clone() for own in given if "main_grad" in own]
-
-    made: list[tuple[Truth, Numbers, Tensor]] = []  # by the rank that comes first
-
-    def of_rank(rank: int, group: Any) -> Numbers:
-        with case.autocast(call):
-            found = call.invoke(given[rank], group)
-        if not made:
-            made.append(gradients_of(call, beside, logits, rounding, found, case.upstream))
-        used = made[0][1]
-        with torch.autograd.set_multithreading_enabled(False):  # backward may wait for the other ranks' threads
-            torch.autograd.backward([found[name] for name in used], list(used.values()))
-        return found
-
-    found, *others = in_turn(call.ranks, of_rank)
-    truth, used, grad = made[0]
-    call.check_outputs(found, truth)
-    beside.check(found, logits, rounding)
-    for name in found:
-        assert all(alike(other[name], found[name]) for other in others), f"{name}: differs between the ranks"
-    of_product = torch.bfloat16 if call.draw["autocast"] else call.dtype
-    main_grads = (torch.cat(before), torch.cat([own["main_grad"] for own in given])) if before else None
-    check_head(call, case, whole_gradients(call, case), grad, truth.of_gradient(used), used, of_product, main_grads)
-
-
-def whole_gradients(call: Call, case: OfHead) -> Head:
-    """The gradients of the vocabulary, and of all tokens."""
-    of_ranks = [Head(*(None if leaf is None else leaf.grad for leaf in head)) for head in case.heads]
-    hidden = [own.hidden for own in of_ranks]
-    if hidden[0] is None or call.ranks == 1:
-        whole = hidden[0]
-    elif call.draw["sequence_parallel"]:
-        whole = torch.cat(hidden)
-    elif call.draw["reduce_hidden_grad"]:
-        whole = hidden[0]
-        assert all(alike(own, whole) for own in hidden), "gradient of hidden: differs between the ranks"
-    else:
-        whole = functools.reduce(torch.add, [own.double() for own in hidden]).to(call.dtype)
-    rows = [[own.weight for own in of_ranks], [own.bias for own in of_ranks]]
-    return Head(whole, *(None if parts[0] is None else torch.cat(parts) for parts in rows))
-
-
-def check_head(
-    call: Call,
-    case: OfHead,
-    found_of: Head,
-    grad: Tensor,
-    bound: Tensor,
-    upstream: Numbers,
-    of_product: torch.dtype,
-    main_grads: tuple[Tensor, Tensor] | None,  # before and after
-) -> None:
-    """Check the gradients of products of the gradient of the logits, which is rounded to the products' dtype."""
-    valid, flat, head, trained = call.vocab_size, grad.flatten(0, -2), case.head, case.trained
-    hidden, weight = head.hidden.detach().double().flatten(0, -2), head.weight.detach().double()[:valid]
-    unit = UNITS * 2.0**-23
-    factor = max((float(value.abs().max()) for value in upstream.values() if value.numel()), default=1.0)
-    half = 0.0 if of_product == torch.float32 else half_digit(grad.to(of_product)) / unit
-    least = 2.0**-24 * max(factor, 1.0) / unit if of_product == torch.float16 else 0.0
-    of_logits = bound.flatten(0, -2) + finite(flat).abs() * (2 * half + 2) + least
-    roundings = 2 if of_product == call.dtype else 3
-    of_sum = finite(flat).abs() * half * (call.ranks - 1)  # each rank rounds its part of the hidden states' gradient
-    for name, (truth, of_error) in {
-        "hidden": (flat @ weight, (of_logits + of_sum) @ weight.abs()),
-        "weight": (flat.t() @ hidden, of_logits.t() @ hidden.abs()),
-        "bias": (flat.sum(0), of_logits.sum(0)),
-    }.items():
-        if not trained.get(name):
-            continue
-        found = getattr(found_of, name)
-        if name == "weight" and main_grads is not None:
-            assert found is None, "weight: a gradient beside main_grad"
-            main_grad, found = main_grads
-            truth, of_error = truth + main_grad[:valid].double(), of_error + main_grad[:valid].abs().double()
-        assert found is not None, f"{name}: no gradient"
-        found = found.flatten(0, -2) if name == "hidden" else found
-        if name != "hidden":
-            rest = found[valid:] if name == "bias" or main_grads is None else found[valid:] - main_grad[valid:]
-            assert not bool(rest.any()), f"gradient of padded rows of {name}"
-            found = found[:valid]
-        of_error = of_error + half * roundings * finite(truth).abs()
-        assert_near(f"gradient of {name}", found, truth, of_error, factor=factor)
+    beside = beside_head(call, labels, is_exact)
+    call.take("sequence_parallel")
+    heads, given = [], []
+    for rank, (start, stop) in enumerate(call.bounds):
+        rows = head.rows(start, stop)
+        if draw["sequence_parallel"]:
+            rows = rows._replace(hidden=head.hidden.chunk(call.ranks)[rank])
+        leaves = rows.leaves(trained)
+        of_rank = {**leaves._asdict(), **beside.tensors(rank), **call.settings, **call.of_rank(rank)}
+        heads.append(leaves)
+        given.append(of_rank if main_grad is None else of_rank | {"main_grad": main_grad[start:stop]})
+    logits, rounding = logits_of(head, call.vocab_size), rounding_of(head, is_exact)
+    return HeadCase(call, head, logits, rounding, labels, beside, heads, given, upstream, before)

@@ -208,7 +208,7 @@ def of_targets(x: Tensor, targets: Tensor, options: dict[str, Any], rounding: Te
     clean = with_nan_gradient(x, bad).masked_fill(bad_x.unsqueeze(-1), 0.0)
     losses = soft_losses(clean, targets, **{name: v for name, v in options.items() if name not in ways})
     z = transformed(clean.detach(), options)
-    s = softmax(z, rounding + largest(z) * (options["logit_scale"] != 1 or options["softcap"] is not None))
+    s = softmax(z, rounding + largest(z) * (options["logit_scale"] != 1 or options.get("softcap") is not None))
     e, w = options["label_smoothing"], options.get("class_weight")
     t = ((1 - e) * targets.double() + e / x.shape[-1]) * (1.0 if w is None else w.double())
     mass = t.abs().sum(-1)
