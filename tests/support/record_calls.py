@@ -38,8 +38,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.host.poison import poisoned_allocations
+from tests.support.kernels import interpreter
 from tests.support.random.call import Call
-from tests.support.random.calls import Ready, Where, interpret, ready
+from tests.support.random.calls import Ready, Where, ready
 from tests.support.random.logits import LogitsCase
 from tests.support.random.public import PUBLIC, Given
 from tests.support.random.tables import changes_of
@@ -224,7 +225,9 @@ def prepare(where: Where) -> None:
     """For a process that has run no kernel yet."""
     torch.set_num_threads(1)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its products may differ between two runs
-    interpret(where)
+    if where.device == "cpu" and where.impl == "triton":
+        os.environ["TRITON_INTERPRET"] = "1"
+        interpreter.mend()
 
 
 def records_of(seeds: Sequence[int], where: Where, ranks: tuple[int, ...], processes: int) -> dict[str, Record]:
@@ -262,7 +265,7 @@ def main() -> int:
     where, seeds = Where(given.device, given.impl, given.device == "cpu"), range(given.seed, given.seed + given.calls)
     calls = records_of(seeds, where, ranks, given.processes)
     if given.out is not None:
-        about = {**where._asdict(), "until": None, "ranks": ranks, "torch": torch.__version__}
+        about = {**where._asdict(), "ranks": ranks, "torch": torch.__version__}
         given.out.write_text(json.dumps({"about": about, "calls": calls}, indent=0) + "\n", encoding="ascii")
     made = Counter((call["function"], call["ranks"]) for call in calls.values())
     for function in sorted({name for name, _ in made}):

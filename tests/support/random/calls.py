@@ -1,32 +1,18 @@
-"""Random calls of every public function, compared with fp64.
-
-    python -m tests.support.random.calls --device cuda --calls 20000 --seed 0 --processes 12
+"""A random call of a public function, compared with fp64.
 
 A seed decides everything: the configuration of ``random.tables``, of which there is a bounded number, and the rest, of
-``random.inputs``. ``--only SEED`` repeats one call. ``--small`` makes calls that Triton's interpreter can run, for the
-same seeds. Exits with 1 if a call was wrong.
+``random.inputs``. ``tests/test_random_calls.py`` makes the calls, and says how to make more of them, or one again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import multiprocessing
 import os
-import time
-import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.support.host.poison import poisoned_allocations
-from tests.support.kernels import interpreter
 from tests.support.kernels.launch_shapes import BY_SIZE, ONE, SEVERAL, programs
 from tests.support.random import heads, logits
 from tests.support.random.call import UNITS, Call, alike, assert_near
@@ -42,18 +28,17 @@ KINDS = {True: (ONE, SEVERAL), False: (BY_SIZE, ONE, SEVERAL)}
 
 
 class Where(NamedTuple):
-    """What runs the calls, until when."""
+    """What runs the calls."""
 
     device: str
     impl: str
-    small: bool
-    until: float = float("inf")  # of time.monotonic()
+    small: bool  # so that Triton's interpreter can run them
 
 
-class Result(NamedTuple):
-    seed: int
-    function: str
-    error: str | None
+def seeds(n: int) -> range:
+    """The first n, or those that the environment asks for."""
+    first = int(os.environ.get("VPCE_RANDOM_FIRST", "0"))
+    return range(first, first + int(os.environ.get("VPCE_RANDOM_CASES", n)))
 
 
 def name_of(seed: int) -> str:
@@ -145,104 +130,3 @@ def check_predictions(call: Call, case: Ready, ids: Tensor) -> None:
         columns = torch.arange(z.shape[-1], device=z.device)
         first = torch.where(z == z_max.unsqueeze(-1), columns, z.shape[-1]).amin(-1)
         assert torch.equal(ids[known], first[known]), "predictions: not the first of equals"
-
-
-def results_of(seeds: Sequence[int], where: Where) -> Iterator[Result]:
-    """The calls one after the other; none after an error of the GPU, which later calls would repeat."""
-    for seed in seeds:
-        if time.monotonic() > where.until:
-            return
-        try:
-            with poisoned_allocations(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                run_call(seed, where)
-            yield Result(seed, name_of(seed), None)
-        except Exception as error:
-            yield Result(seed, name_of(seed), f"{type(error).__name__}: {error}"[:600])
-            if "CUDA error" in str(error) or "illegal" in str(error):
-                return
-
-
-def _work(connection: Any, seeds: Sequence[int], where: Where) -> None:
-    interpret(where)
-    for result in results_of(seeds, where):
-        connection.send(result)
-    connection.close()
-
-
-def interpret(where: Where) -> None:
-    """Let kernels on the CPU be interpreted, in a process that has imported none yet."""
-    if where.device == "cpu" and where.impl == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"
-        interpreter.mend()
-
-
-def _in_process(seeds: Sequence[int], where: Where) -> list[Result]:
-    """The same in a process, and in another one for the rest if that ends early."""
-    results: list[Result] = []
-    while len(results) < len(seeds) and time.monotonic() <= where.until:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(theirs, seeds[len(results) :], where))
-        process.start()
-        theirs.close()
-        try:
-            while True:
-                results.append(ours.recv())
-        except EOFError:
-            process.join()
-        if process.exitcode and len(results) < len(seeds):
-            seed = seeds[len(results)]
-            results.append(Result(seed, name_of(seed), f"the process ended with {process.exitcode}"))
-    return results
-
-
-def run(seeds: Sequence[int], where: Where, processes: int = 1) -> list[Result]:
-    """Make the calls. Those of a configuration are in one process, which compiles its kernels once."""
-    if processes == 1:
-        return list(results_of(seeds, where))
-    n = len(configurations())
-    parts = [[seed for seed in seeds if seed % n % processes == index] for index in range(processes)]
-    with ThreadPoolExecutor(processes) as pool:
-        return [result for results in pool.map(_in_process, parts, [where] * processes) for result in results]
-
-
-def failures(results: Sequence[Result]) -> str:
-    return "\n".join(f"{r.seed} ({r.function}): {r.error}" for r in results if r.error)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--impl", help="auto on a GPU, triton on the CPU")
-    parser.add_argument("--calls", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--only", type=int, help="this seed alone")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--small", action="store_true", help="as on the CPU, always")
-    given = parser.parse_args()
-    is_cpu, start = given.device == "cpu", time.monotonic()
-    impl = given.impl or ("triton" if is_cpu else "auto")
-    where = Where(given.device, impl, given.small or is_cpu, start + given.seconds)
-    if given.only is not None or given.processes == 1:
-        interpret(where)
-    if given.only is not None:
-        print(name_of(given.only), configurations()[given.only % len(configurations())][1])
-        run_call(given.only, where)
-        return 0
-    results = run(range(given.seed, given.seed + given.calls), where, given.processes)
-    made, wrong = (Counter(r.function for r in results if r.error or not only) for only in (False, True))
-    for function in sorted(made):
-        print(f"{function:40} {made[function]:6} calls {wrong[function]:5} wrong")
-    print(f"{len(results)} calls, {wrong.total()} wrong, {time.monotonic() - start:.0f} s\n{failures(results)}")
-    if given.json is not None:
-        record = {"calls": made, "wrong": wrong, "failures": [r._asdict() for r in results if r.error]}
-        record |= {"first": given.seed, **where._asdict(), "until": None, "seconds": round(time.monotonic() - start)}
-        given.json.write_text(json.dumps(record, indent=2) + "\n", encoding="ascii")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
