@@ -109,7 +109,7 @@ def left_to_other_lanes(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         marker = cases[0].get_closest_marker("interpreted")
         n, among = marker.args[0] if marker else 1, marker and marker.kwargs.get("among")
         taken = [case for case in cases if not among or among(case.callspec.params)]
-        kept = {taken[round(i * (len(taken) - 1) / max(n - 1, 1))] for i in range(n)}
+        kept = {taken[round(i * (len(taken) - 1) / max(n - 1, 1))] for i in range(n if taken else 0)}
         left_out |= set(cases) - kept if n else set()
     return left_out
 
