@@ -34,8 +34,15 @@ from vocab_parallel_ce.blocks import (
     choose_block,
     gradient_shape,
 )
-from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.labels import (
+    logits_gradient,
+    merge_ranks,
+    row_factors,
+    stats_of_row,
+    store_outputs,
+    uniform_part,
+)
 from vocab_parallel_ce.kernels.launch import (
     Launch,
     Rows,
@@ -77,13 +84,13 @@ def loss_kernel(
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
-    merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
+    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
-    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, weight, vocab_size, loss_options)
+    losses = store_outputs(outputs, rows, inside, merged, label, weight, vocab_size, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
@@ -176,17 +183,15 @@ def cross_entropy_kernel(
     if threshold is not None:
         loss_options = LossOptions(*loss_options[:-1], ops.row_least(threshold, row, live))  # type: ignore[call-arg]
     ranks = tl.arange(0, RANKS)
-    pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
+    merged = merge_ranks(pointers, ranks < n_ranks, loss_options)
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
         if (grad_entropy is None and grad_lse is None) and (grad_sum_sq_probs is None and grad_mean_logit is None):
             live &= weight != 0  # it divides the loss alone
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
-    factors = of_labels.row_factors(
-        merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options
-    )
+    factors = row_factors(merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options)
     begin = ops.row_begin(row, layout)
     first, width = ops.row_body(begin, sizes.n_columns, VECTOR)
     label, target = locate_target(merged, label, begin, first, width, shard_start)
@@ -204,8 +209,8 @@ def cross_entropy_kernel(
         x = tl.load(logits + first + columns, is_read, other=float("-inf"))
         # Without edges the body begins with column 0, and the compiler sees that weights are aligned.
         at = columns + (first - begin).to(tl.int32) if HAS_EDGES else columns
-        uniform = of_labels.uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
-        grad = of_labels.logits_gradient(x, columns == target, uniform, factors, grads, loss_options)
+        uniform = uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
+        grad = logits_gradient(x, columns == target, uniform, factors, grads, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -213,9 +218,9 @@ def cross_entropy_kernel(
         offset, inside = ops.edge_offsets(tl.arange(0, 16 * VECTOR), begin, sizes.n_columns, first, width, VECTOR)
         inside &= begin_tile == 0
         x = tl.load(logits + offset, inside & live, other=float("-inf"))
-        uniform = of_labels.uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
+        uniform = uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
         is_label = offset == begin + label - shard_start
-        grad = of_labels.logits_gradient(x, is_label, uniform, factors, grads, loss_options)
+        grad = logits_gradient(x, is_label, uniform, factors, grads, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
@@ -226,9 +231,9 @@ def cross_entropy(shard: VocabShard, options: LossOptions) -> Callable[..., None
 
     @cache_launches
     def launch_of(
-        rows: Rows, n_rows: int, size: int, strides: tuple[int | None, ...], n_ranks: int, of_rows: bool
+        rows: Rows, n_rows: int, size: int, strides: tuple[int | None, ...], n_ranks: int, has_row_options: bool
     ) -> tuple[Launch, int]:
-        table, tiles = _table(n_ranks, options, of_rows, shard)
+        table, tiles = _table(n_ranks, options, has_row_options, shard)
         block, n_programs = gradient_shape(n_rows, shard, size, table, tiles)
         return _gradient(rows, block, n_programs > 1, strides, n_ranks, shard, options), n_programs
 
@@ -253,26 +258,27 @@ def cross_entropy(shard: VocabShard, options: LossOptions) -> Callable[..., None
             grad_base, grad_rows = row_arguments(grad_logits)
             assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
             rows = grad_rows  # the smaller elements have the longer lines
-        of_columns = class_weight if options.smoothing else None
-        tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, grad_base, of_columns)
+        smoothing_weight = class_weight if options.smoothing else None
+        tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, grad_base, smoothing_weight)
         strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
-        of_rows = temperature is not None or threshold is not None
-        launch, n_programs = launch_of(rows, n_rows, grad_logits.dtype.itemsize, strides, n_ranks, of_rows)
+        has_row_options = temperature is not None or threshold is not None
+        launch, n_programs = launch_of(rows, n_rows, grad_logits.dtype.itemsize, strides, n_ranks, has_row_options)
         launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
     return gradient
 
 
-def _table(n_ranks: int, options: LossOptions, of_rows: bool, shard: VocabShard) -> tuple[Table, int]:
+def _table(n_ranks: int, options: LossOptions, has_row_options: bool, shard: VocabShard) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
     By measurement (docs/performance.md). Each program merges its row's statistics first: the longer that takes, the
-    more tiles should share it. ``of_rows``: rows have a temperature or a threshold. That and padding need registers.
+    more tiles should share it. ``has_row_options``: rows have a temperature or a threshold. That and padding need
+    registers.
     """
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
     if options.softcap is not None or (has_sums and n_ranks > 1):
         return WRITE_SMALL_TILES, 4
-    if has_sums or of_rows or shard.n_valid < shard.n_columns or n_ranks > 1:
+    if has_sums or has_row_options or shard.n_valid < shard.n_columns or n_ranks > 1:
         return WRITE_SMALL_TILES, 2
     return WRITE_TILES, 1
 

@@ -68,16 +68,16 @@ def moved(cross, weight_sum, weight_raised, other_raised, decay):
 
 
 @triton.jit
-def plus(found, stats, loss_options):
+def plus(total, stats, loss_options):
     """Return ``found`` and ``stats`` together; the maxima of ``stats`` are not larger. The label's logit is found's.
 
     Fused multiplications are written out, so that every kernel has the same ones.
     """
-    student_shift = ops.finite_or_zero(found.student_max)
-    teacher_shift = ops.finite_or_zero(found.teacher_max)
+    student_shift = ops.finite_or_zero(total.student_max)
+    teacher_shift = ops.finite_or_zero(total.teacher_max)
     student_decay = ops.exp_shifted(cooled(stats.student_max - student_shift, loss_options), 0.0)
     teacher_decay = ops.exp_shifted(cooled(stats.teacher_max - teacher_shift, loss_options), 0.0)
-    cross, hard_sum = found.cross, found.hard_sum
+    cross, hard_sum = total.cross, total.hard_sum
     if loss_options.beta is None:
         student_raised = cooled(ops.raised_by(stats.student_max, student_shift), loss_options)
         teacher_raised = cooled(ops.raised_by(stats.teacher_max, teacher_shift), loss_options)
@@ -87,10 +87,10 @@ def plus(found, stats, loss_options):
             cross += moved(stats.cross, stats.student_sum, student_raised, teacher_raised, student_decay)
     if loss_options.hard_weight is not None:
         hard_sum = tl.fma(stats.hard_sum, ops.exp_shifted(stats.student_max, student_shift), hard_sum)
-    student_sum = tl.fma(stats.student_sum, student_decay, found.student_sum)
-    teacher_sum = tl.fma(stats.teacher_sum, teacher_decay, found.teacher_sum)
+    student_sum = tl.fma(stats.student_sum, student_decay, total.student_sum)
+    teacher_sum = tl.fma(stats.teacher_sum, teacher_decay, total.teacher_sum)
     return DivergenceStats(
-        found.student_max, student_sum, found.teacher_max, teacher_sum, cross, found.target, hard_sum
+        total.student_max, student_sum, total.teacher_max, teacher_sum, cross, total.target, hard_sum
     )
 
 
@@ -102,9 +102,9 @@ def empty(at_label, LANES: tl.constexpr):
 
 
 @triton.jit
-def tile(stats, tile, own):
-    loss_options = own.loss_options
-    x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
+def tile(stats, tile, row):
+    loss_options = row.loss_options
+    x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
     student_max, teacher_max = tl.max(x, axis=1), tl.max(w, axis=1)
     cross, target = tl.zeros_like(student_max), tl.full((), float("-inf"), tl.float32)
     hard_sum = cross
@@ -123,10 +123,10 @@ def tile(stats, tile, own):
     if loss_options.hard_weight is not None:
         hard_sum = tl.sum(ops.exp_shifted(x_shifted, 0.0), axis=1)
     student_sum, teacher_sum = tl.sum(a_exp, axis=1), tl.sum(b_exp, axis=1)
-    found = DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+    total = DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
     if stats is not None:
-        found = plus(found, stats, loss_options)
-    return found
+        total = plus(total, stats, loss_options)
+    return total
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def merge_lanes(a, b, loss_options):
     """The label's logit is that of ``a``: lanes have one together."""
     zeros = tl.zeros_like(a.student_sum)
     student_max, teacher_max = tl.maximum(a.student_max, b.student_max), tl.maximum(a.teacher_max, b.teacher_max)
-    found = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, a.target, zeros)
-    return plus(plus(found, b, loss_options), a, loss_options)
+    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, a.target, zeros)
+    return plus(plus(total, b, loss_options), a, loss_options)
 
 
 @triton.jit
@@ -143,8 +143,8 @@ def merge(stats, loss_options):
     """The label's logit is merged already: lanes have one together."""
     zeros = tl.zeros_like(stats.student_sum)
     student_max, teacher_max = tl.max(stats.student_max, axis=0), tl.max(stats.teacher_max, axis=0)
-    found = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, stats.target, zeros)
-    raised = plus(found, stats, loss_options)
+    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, stats.target, zeros)
+    raised = plus(total, stats, loss_options)
     student_sum, teacher_sum = tl.sum(raised.student_sum, axis=0), tl.sum(raised.teacher_sum, axis=0)
     cross, hard_sum = tl.sum(raised.cross, axis=0), tl.sum(raised.hard_sum, axis=0)
     return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, stats.target, hard_sum)
@@ -190,8 +190,8 @@ def loss(stats, second, loss_options):
     student_log = tl.log(stats.student_sum)
     teacher_log = tl.log(stats.teacher_sum)
     if loss_options.beta is not None:
-        of_teacher, of_student = second
-        value = tl.fma(loss_options.beta, of_teacher, loss_options.student_share * of_student)
+        teacher_kl, student_kl = second
+        value = tl.fma(loss_options.beta, teacher_kl, loss_options.student_share * student_kl)
     elif loss_options.reverse is not None:
         value = stats.cross / stats.student_sum - student_log + teacher_log
     else:
@@ -233,30 +233,30 @@ def log2_ratios(student_log, teacher_log, s, t, loss_options):
         ratio = tl.fma(share, grown, 1.0)
         lost = tl.where(ratio < 2.0, tl.fma(share, grown, 1.0 - ratio), 0.0)
         near = tl.fma(lost, 1.4426950408889634, ops.log2_normal(ratio))
-        of_small, of_large = kept - near, -(near + (apart - kept))
-        of_student = tl.where(is_teachers, of_large, of_small)
-        of_teacher = tl.where(is_teachers, of_small, of_large)
+        small_ratio, large_ratio = kept - near, -(near + (apart - kept))
+        student_ratio = tl.where(is_teachers, large_ratio, small_ratio)
+        teacher_ratio = tl.where(is_teachers, small_ratio, large_ratio)
     else:
         mixture_log = log2_mixture(s, t, loss_options)
-        of_student, of_teacher = ops.bounded(student_log - mixture_log), ops.bounded(teacher_log - mixture_log)
-    return of_student, of_teacher
+        student_ratio, teacher_ratio = ops.bounded(student_log - mixture_log), ops.bounded(teacher_log - mixture_log)
+    return student_ratio, teacher_ratio
 
 
 @triton.jit
-def mixture(sums, tile, row):
+def mixture(sums, tile, pair):
     """Add a tile's parts of ``KL(t || m)`` and ``KL(s || m)``, over log(2)."""
-    own, stats = row
-    loss_options = own.loss_options
-    x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
+    row, stats = pair
+    loss_options = row.loss_options
+    x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
     student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
     teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
     s, t = tl.exp2(student_log), tl.exp2(teacher_log)
     student_ratio, teacher_ratio = log2_ratios(student_log, teacher_log, s, t, loss_options)
-    of_teacher, of_student = t * teacher_ratio, s * student_ratio  # 0 of -inf, and of what is outside
-    found = tl.sum(of_teacher, axis=1), tl.sum(of_student, axis=1)
+    teacher_terms, student_terms = t * teacher_ratio, s * student_ratio  # 0 of -inf, and of what is outside
+    total = tl.sum(teacher_terms, axis=1), tl.sum(student_terms, axis=1)
     if sums is not None:
-        found = sums[0] + found[0], sums[1] + found[1]
-    return found
+        total = sums[0] + total[0], sums[1] + total[1]
+    return total
 
 
 @triton.jit
@@ -271,8 +271,8 @@ def factors(stats, second, weight, live, loss_options):
     if loss_options.reverse is not None:
         offset = stats.cross / stats.student_sum  # KL + log(student_sum) - log(teacher_sum)
     if second is not None:
-        of_teacher, of_student = second
-        offset = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log2_ratios hides it
+        teacher_kl, student_kl = second
+        offset = tl.where(teacher_kl != teacher_kl, teacher_kl, student_kl)  # NaN: log2_ratios hides it
     return Factors(
         tl.where(live, stats.student_max, 0.0),
         tl.where(live, stats.teacher_max, 0.0),
@@ -285,10 +285,10 @@ def factors(stats, second, weight, live, loss_options):
 
 
 @triton.jit
-def gradient(factors, tile, own):
-    loss_options = own.loss_options
-    is_target = tile.offset == own.target  # compared here: later, the offsets would stay in registers
-    x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
+def gradient(factors, tile, row):
+    loss_options = row.loss_options
+    is_target = tile.offset == row.target  # compared here: later, the offsets would stay in registers
+    x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
     if loss_options.beta is not None:
         student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
         teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)

@@ -19,12 +19,12 @@ class RowFactors(NamedTuple):
     """
 
     shift: tl.tensor  # row_max
-    of_exp: tl.tensor  # of the loss and of lse
-    of_exp_sq: tl.tensor  # of sum_sq_probs
-    of_entropy: tl.tensor  # of exp * (mean_shifted - shifted)
+    exp_factor: tl.tensor  # of the loss and of lse
+    exp_sq_factor: tl.tensor  # of sum_sq_probs
+    entropy_factor: tl.tensor  # of exp * (mean_shifted - shifted)
     mean_shifted: tl.tensor
-    of_uniform: tl.tensor  # of smoothing; subtracted
-    of_mean: tl.tensor  # of mean_logit; added
+    uniform_term: tl.tensor  # of smoothing; subtracted
+    mean_term: tl.tensor  # of mean_logit; added
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
@@ -176,57 +176,59 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     all_sum = sum_exp(stats)
     inverse_sum = tl.div_rn(1.0, all_sum)
     target_exp = label_exp(stats.row_max, stats.target_logit)
-    p_factor, z_factor, of_uniform = 1.0, 0.0, 0.0
+    p_factor, z_factor, uniform_term = 1.0, 0.0, 0.0
     target_grad = tl.div_rn(-stats.others_sum, all_sum)
     if loss_options.z_loss is not None:
         z_factor = 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats))
         p_factor += z_factor
     if loss_options.smoothing is not None and loss_options.class_weight is not None:
         uniform_p = loss_options.smoothing / vocab_size
-        of_uniform = uniform_p * weight
-        of_label = (1 - loss_options.smoothing) * stats.target_weight
-        of_all = uniform_p * stats.n_columns + stats.target_weight * z_factor
-        p_factor = of_label + of_all
-        target_grad = of_label * target_grad + of_all * (target_exp * inverse_sum) - uniform_p * stats.target_weight
+        uniform_term = uniform_p * weight
+        label_factor = (1 - loss_options.smoothing) * stats.target_weight
+        all_factor = uniform_p * stats.n_columns + stats.target_weight * z_factor
+        p_factor = label_factor + all_factor
+        target_grad = (
+            label_factor * target_grad + all_factor * (target_exp * inverse_sum) - uniform_p * stats.target_weight
+        )
     else:
         if loss_options.smoothing is not None:
             uniform_p = loss_options.smoothing / vocab_size
-            of_uniform = uniform_p * weight
+            uniform_term = uniform_p * weight
             # Not target_grad + smoothing: if p_y is small and smoothing near 1, that cancels.
-            of_p = loss_options.smoothing * (target_exp * inverse_sum)
-            target_grad = (1 - loss_options.smoothing) * target_grad + of_p - uniform_p
+            smoothing_p = loss_options.smoothing * (target_exp * inverse_sum)
+            target_grad = (1 - loss_options.smoothing) * target_grad + smoothing_p - uniform_p
         elif loss_options.class_weight is not None:
             weight *= stats.target_weight
         if loss_options.z_loss is not None:
             target_grad += target_exp * inverse_sum * z_factor
-    of_exp = inverse_sum * p_factor * weight
+    exp_factor = inverse_sum * p_factor * weight
     target_grad *= weight
-    of_exp_sq, of_entropy, mean_shifted, of_mean, others = 0.0, 0.0, 0.0, 0.0, 0.0
+    exp_sq_factor, entropy_factor, mean_shifted, mean_term, others = 0.0, 0.0, 0.0, 0.0, 0.0
     if grads.entropy is not None:
         mean_shifted = stats.exp_shifted_sum / all_sum
-        of_entropy = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
+        entropy_factor = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
         shifted = ops.bounded(stats.target_logit - stats.row_max)
-        target_grad += target_exp * (mean_shifted - shifted) * of_entropy
+        target_grad += target_exp * (mean_shifted - shifted) * entropy_factor
     if grads.lse is not None:
         others = tl.load(grads.lse + row * strides.lse) * inverse_sum
     if grads.sum_sq_probs is not None:
-        of_row = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
-        of_exp_sq = of_row * inverse_sum * inverse_sum
-        others -= of_row * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
+        grad_sq = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
+        exp_sq_factor = grad_sq * inverse_sum * inverse_sum
+        others -= grad_sq * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
     if grads.mean_logit is not None:
-        of_mean = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
-        target_grad += of_mean
+        mean_term = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
+        target_grad += mean_term
     if grads.lse is not None or grads.sum_sq_probs is not None:
-        target_grad += target_exp * (target_exp * of_exp_sq + others)
-        of_exp += others
+        target_grad += target_exp * (target_exp * exp_sq_factor + others)
+        exp_factor += others
     return RowFactors(
         tl.where(live, stats.row_max, 0.0),
-        tl.where(live, of_exp, 0.0),
-        tl.where(live, of_exp_sq, 0.0),
-        tl.where(live, of_entropy, 0.0),
+        tl.where(live, exp_factor, 0.0),
+        tl.where(live, exp_sq_factor, 0.0),
+        tl.where(live, entropy_factor, 0.0),
         tl.where(live, mean_shifted, 0.0),
-        tl.where(live, of_uniform, 0.0),
-        tl.where(live, of_mean, 0.0),
+        tl.where(live, uniform_term, 0.0),
+        tl.where(live, mean_term, 0.0),
         tl.where(live, target_grad, 0.0),
     )
 
@@ -234,7 +236,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
 @triton.jit
 def uniform_part(class_weight, columns, inside, n_valid, factors):
     """Return what smoothing takes from the gradient of ``columns``; ``class_weight`` and ``n_valid`` may be None."""
-    uniform = factors.of_uniform
+    uniform = factors.uniform_term
     if class_weight is not None:
         if n_valid is not None:
             inside &= columns < n_valid
@@ -250,15 +252,15 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     """
     z, slope = ops.transform(x, loss_options)
     exp = ops.exp_shifted(z, factors.shift)
-    grad = exp * factors.of_exp
+    grad = exp * factors.exp_factor
     if grads.sum_sq_probs is not None:
-        grad = exp * (exp * factors.of_exp_sq + factors.of_exp)
+        grad = exp * (exp * factors.exp_sq_factor + factors.exp_factor)
     if grads.entropy is not None:
-        grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.of_entropy
+        grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_factor
     if loss_options.smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - uniform)
     if grads.mean_logit is not None:
-        grad = tl.where(z == float("-inf"), grad, grad + factors.of_mean)
+        grad = tl.where(z == float("-inf"), grad, grad + factors.mean_term)
     grad = tl.where(is_target, factors.target_grad, grad)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or loss_options.temperature is not None:

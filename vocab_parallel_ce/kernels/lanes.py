@@ -121,9 +121,9 @@ def merge_lanes(a, b, loss_options):
         shifted_sum += tl.fma(b.n_columns, ops.raised_by(b.max, shift), b.shifted_sum)
         n_columns = a.n_columns + b.n_columns
     if loss_options.entropy is not None:
-        of_a = tl.fma(a.sum, ops.bounded(ops.raised_by(a.max, shift)), a.exp_shifted_sum)
-        of_b = tl.fma(b.sum, ops.bounded(ops.raised_by(b.max, shift)), b.exp_shifted_sum)
-        exp_shifted_sum = tl.fma(of_a, a_decay, of_b * b_decay)
+        a_sum = tl.fma(a.sum, ops.bounded(ops.raised_by(a.max, shift)), a.exp_shifted_sum)
+        b_sum = tl.fma(b.sum, ops.bounded(ops.raised_by(b.max, shift)), b.exp_shifted_sum)
+        exp_shifted_sum = tl.fma(a_sum, a_decay, b_sum * b_decay)
     if loss_options.sum_sq_probs is not None:
         sum_exp_sq = tl.fma(a.sum_exp_sq, a_decay * a_decay, b.sum_exp_sq * (b_decay * b_decay))
     if loss_options.predictions is not None:
@@ -137,8 +137,8 @@ def part_stats(row, part, class_weight, loss_options, HAS_EDGES: tl.constexpr, T
     width: tl.constexpr = row.lane_columns.numel  # of a tile
     lanes = tile_stats(row, part, class_weight, loss_options, HAS_EDGES)
     for i in tl.static_range(1, TILES):
-        of_tile = tile_stats(row, part + i * width, class_weight, loss_options, HAS_EDGES)
-        lanes = merge_lanes(lanes, of_tile, loss_options)
+        tile = tile_stats(row, part + i * width, class_weight, loss_options, HAS_EDGES)
+        lanes = merge_lanes(lanes, tile, loss_options)
     return lanes
 
 

@@ -28,10 +28,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP
-from vocab_parallel_ce.kernels import labels as of_labels
-from vocab_parallel_ce.kernels import one_pass_rows as of_rows
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.labels import row_factors, store_outputs
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches, row_arguments
+from vocab_parallel_ce.kernels.one_pass_rows import (
+    Cursor,
+    Sizes,
+    Walk,
+    chunk_columns,
+    clear_rows,
+    fetch,
+    load_loose,
+    locate,
+    read_row,
+    write_label,
+    write_row,
+)
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
@@ -143,12 +155,12 @@ def one_pass_kernel(
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
-    lane_columns = of_rows.chunk_columns(LANES, VECTOR)
+    lane_columns = chunk_columns(LANES, VECTOR)
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
-    walk = of_rows.Walk(logits, layout, n_columns, lane_columns, buffer)
-    sizes: gl.constexpr = of_rows.Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
+    walk = Walk(logits, layout, n_columns, lane_columns, buffer)
+    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
     stage = 0
     row = gl.program_id(0)
     step = gl.num_programs(0)
@@ -156,42 +168,42 @@ def one_pass_kernel(
     label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
     # Labels and loose logits are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
-    body = of_rows.locate(walk, row, label_columns[0], HAS_EDGES)
-    next_loose = of_rows.load_loose(walk, body, label_columns[0], HAS_EDGES)
+    body = locate(walk, row, label_columns[0], HAS_EDGES)
+    next_loose = load_loose(walk, body, label_columns[0], HAS_EDGES)
     for i in gl.static_range(STAGES):
-        of_rows.fetch(walk, of_rows.Cursor(stage, row, step, label_columns), i, sizes)
+        fetch(walk, Cursor(stage, row, step, label_columns), i, sizes)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
     outputs = TokenOutputs(loss, None, lse, None, None, None)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
-        cursor = of_rows.Cursor(stage, row, step, label_columns)
+        cursor = Cursor(stage, row, step, label_columns)
         column = label_columns[0]
-        body = of_rows.locate(walk, row, column, HAS_EDGES)
+        body = locate(walk, row, column, HAS_EDGES)
         loose = next_loose
         label = known_label(column, n_columns, ignore_index)
         target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
-        others_max, others_sum, chunks = of_rows.read_row(walk, cursor, body, loose, loss_options, sizes)
+        others_max, others_sum, chunks = read_row(walk, cursor, body, loose, loss_options, sizes)
         target = ops.transform(loose.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
         stats = row_stats(row_max, others_sum, target, target_weight, 0.0)
         live = column != -2
-        factors = of_labels.row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
+        factors = row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
-        next_body = of_rows.locate(walk, row + step, label_columns[1], HAS_EDGES)
-        next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
+        next_body = locate(walk, row + step, label_columns[1], HAS_EDGES)
+        next_loose = load_loose(walk, next_body, label_columns[1], HAS_EDGES)
         if loss_options.smoothing is None:
-            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
-        shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
+            store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+        shifted_sum = write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
         if loss_options.smoothing is not None:
             stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum)
-            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+            store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
-        of_rows.write_label(walk, body, loose.target, column, factors, grads, loss_options)
+        write_label(walk, body, loose.target, column, factors, grads, loss_options)
         stage = (stage + CHUNKS) % STAGES
         row += step
         label_columns = label_columns[1:] + (new_column,)
@@ -199,7 +211,7 @@ def one_pass_kernel(
         if weight == 0:
             # The gradient may be NaN. It stays unseen.
             barrier()
-            of_rows.clear_rows(walk, gl.program_id(0), step, n_rows, sizes)
+            clear_rows(walk, gl.program_id(0), step, n_rows, sizes)
 
 
 def one_pass(
@@ -237,7 +249,7 @@ def _launch(
     chunks = -(-n_columns // vector * vector // (lanes * vector))
     has_edges = n_columns % vector != 0 or RowLayout(*layout).pitch % vector != 0
     register_chunks = min(config.register_chunks, chunks)
-    sizes = of_rows.Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges)
+    sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges)
     constants = {"COUNTED": counted, **sizes._asdict(), "LANES": lanes, "VECTOR": vector}
     values = (RowLayout(*layout), n_columns, options)
     # All programs of a multiprocessor must fit at once; the compiler does not know how many there are.

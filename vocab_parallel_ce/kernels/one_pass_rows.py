@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.labels import logits_gradient
 
 # Triton 3.7 renamed it.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -67,7 +67,7 @@ class Loose(NamedTuple):
     """A row's logits that no chunk has, as they are in memory, one per lane; -inf in the lanes after them."""
 
     target: tl.tensor  # the label's
-    beside: tl.tensor  # the others of the label's vector
+    neighbors: tl.tensor  # the others of the label's vector
     edges: tl.tensor  # of rows that have them; with the label's if it is there
 
 
@@ -123,7 +123,7 @@ def lanes_of(walk):
 
 
 @gluon.jit
-def beside_offsets(walk, body, column):
+def neighbor_offsets(walk, body, column):
     """Return the offsets of the other logits of the label's vector, one per lane, and which of them exist."""
     VECTOR: gl.constexpr = walk.lane_columns.shape[1]
     lanes = lanes_of(walk)
@@ -136,13 +136,13 @@ def load_loose(walk, body, column, HAS_EDGES: gl.constexpr):
     """Load the ``Loose`` logits of a row whose label is in ``column``; of an ignored row none."""
     lowest: gl.constexpr = float("-inf")
     target = gl.load(walk.logits + body.begin + column, mask=column >= 0, other=lowest)
-    offset, inside = beside_offsets(walk, body, column)
-    beside = gl.load(walk.logits + offset, mask=inside, other=lowest)
-    edges = beside  # Triton 3.6 cannot return None in a tuple
+    offset, inside = neighbor_offsets(walk, body, column)
+    neighbors = gl.load(walk.logits + offset, mask=inside, other=lowest)
+    edges = neighbors  # Triton 3.6 cannot return None in a tuple
     if HAS_EDGES:
         offset, inside = edge_offsets(walk, body)
         edges = gl.load(walk.logits + offset, mask=inside & (column != -2), other=lowest)
-    return Loose(target, beside, edges)
+    return Loose(target, neighbors, edges)
 
 
 @gluon.jit
@@ -176,15 +176,15 @@ def may_end(chunk, SIZES):
 @gluon.jit
 def begin_sums(walk, body, loose, column, loss_options, HAS_EDGES: gl.constexpr):
     """Return each lane's maximum and sum of the row's loose logits, except the label's."""
-    beside = ops.transform(loose.beside.to(gl.float32), loss_options)[0]
-    lane_max = beside
+    neighbors = ops.transform(loose.neighbors.to(gl.float32), loss_options)[0]
+    lane_max = neighbors
     if HAS_EDGES:
         offset, _ = edge_offsets(walk, body)
         edges = ops.transform(loose.edges.to(gl.float32), loss_options)[0]
         edges = gl.where(offset == body.begin + column, float("-inf"), edges)
-        lane_max = gl.maximum(beside, edges)
+        lane_max = gl.maximum(neighbors, edges)
     shift = ops.finite_or_zero(lane_max)
-    lane_sum = ops.exp_shifted(beside, shift)
+    lane_sum = ops.exp_shifted(neighbors, shift)
     if HAS_EDGES:
         lane_sum += ops.exp_shifted(edges, shift)
     return lane_max, lane_sum
@@ -251,7 +251,7 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
     logits, lane_columns = walk.logits, walk.lane_columns
     element = logits.dtype.element_ty
     n_read = gl.where(cursor.columns[0] == -2, 0, body.width)
-    shifted_sum = gl.zeros_like(loose.beside).to(gl.float32)
+    shifted_sum = gl.zeros_like(loose.neighbors).to(gl.float32)
     for i in gl.static_range(SIZES.CHUNKS):
         if i < SIZES.REGISTER_CHUNKS:
             chunk = chunks[i]
@@ -262,7 +262,7 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
         if loss_options.smoothing is not None:
             inside = columns < n_read if may_end(i, SIZES) else True
             shifted_sum += gl.sum(shifted_logits(x, inside, factors, loss_options), axis=1)
-        grad = of_labels.logits_gradient(x, False, factors.of_uniform, factors, grads, loss_options).to(element)
+        grad = logits_gradient(x, False, factors.uniform_term, factors, grads, loss_options).to(element)
         if may_end(i, SIZES):
             gl.store(logits + body.first + columns, grad, mask=columns < body.width)
         else:
@@ -285,7 +285,7 @@ def write_edges(walk, body, edges, live, factors, grads, loss_options):
     shifted = gl.zeros_like(x)
     if loss_options.smoothing is not None:
         shifted = shifted_logits(x, inside & live, factors, loss_options)
-    grad = of_labels.logits_gradient(x, False, factors.of_uniform, factors, grads, loss_options)
+    grad = logits_gradient(x, False, factors.uniform_term, factors, grads, loss_options)
     gl.store(walk.logits + offset, grad.to(walk.logits.dtype.element_ty), mask=inside)
     return shifted
 
@@ -295,7 +295,7 @@ def write_label(walk, body, target, column, factors, grads, loss_options):
     """Write the label's gradient. A label in an excluded column is no column's target."""
     x = target.to(gl.float32)
     is_written = (column >= 0) & (ops.transform(x, loss_options)[0] > float("-inf"))
-    grad = of_labels.logits_gradient(x, True, 0.0, factors, grads, loss_options)
+    grad = logits_gradient(x, True, 0.0, factors, grads, loss_options)
     gl.store(walk.logits + body.begin + column, grad.to(walk.logits.dtype.element_ty), mask=is_written)
 
 

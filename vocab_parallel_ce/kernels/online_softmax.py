@@ -18,9 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape
-from vocab_parallel_ce.kernels import labels as of_labels
-from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.labels import stats_of_row
+from vocab_parallel_ce.kernels.lanes import (
+    Row,
+    exp_squared,
+    exp_times_shifted,
+    lane_pointers,
+    load_logits,
+    merge_parts,
+    part_stats,
+    store_lanes,
+    walk_parts,
+)
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
@@ -59,7 +69,7 @@ def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECT
     in_body = owned & (target >= first) & (target_vector < width)
     target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
     lane_columns = ops.tile_columns(LANES, VECTOR)
-    return of_lanes.Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
+    return Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
 
 
 @triton.jit
@@ -87,7 +97,7 @@ def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
         offset = vector + lane
         inside = (lane < VECTOR) & (row.target_vector >= 0)
     inside &= offset != row.target
-    return LooseColumns(of_lanes.load_logits(row.logits + offset, inside, loss_options), offset, inside)
+    return LooseColumns(load_logits(row.logits + offset, inside, loss_options), offset, inside)
 
 
 @triton.jit
@@ -101,7 +111,7 @@ def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
     max_tile = lanes.max_tile // VECTOR * VECTOR
     columns = max_tile[:, None] + row.lane_columns
     is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
-    z = of_lanes.load_logits(row.logits + row.first + columns, is_read, loss_options)
+    z = load_logits(row.logits + row.first + columns, is_read, loss_options)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
     loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
@@ -140,12 +150,10 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     if loss_options.entropy is not None:
         lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
-        exp_shifted_sum += tl.sum(of_lanes.exp_times_shifted(loose.z, shift)) + of_lanes.exp_times_shifted(
-            target_logit, shift
-        )
+        exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
     if loss_options.sum_sq_probs is not None:
         sum_exp_sq = tl.sum(lanes.sum_exp_sq * decay * decay)
-        sum_exp_sq += tl.sum(of_lanes.exp_squared(loose.z, shift)) + of_lanes.exp_squared(target_logit, shift)
+        sum_exp_sq += tl.sum(exp_squared(loose.z, shift)) + exp_squared(target_logit, shift)
     if loss_options.predictions is not None:
         column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
@@ -220,8 +228,8 @@ def part_kernel(
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     first = (program % n_parts) * (LANES * VECTOR * TILES)
-    lanes = of_lanes.part_stats(row, first, class_weight, loss_options, HAS_EDGES, TILES)
-    of_lanes.store_lanes(of_lanes.lane_pointers(parts, program, loss_options, LANES), lanes, loss_options)
+    lanes = part_stats(row, first, class_weight, loss_options, HAS_EDGES, TILES)
+    store_lanes(lane_pointers(parts, program, loss_options, LANES), lanes, loss_options)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
@@ -272,16 +280,16 @@ def online_softmax_kernel(
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     if parts is None:
-        lanes = of_lanes.walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
+        lanes = walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
     else:
-        lanes = of_lanes.merge_parts(parts, index * n_parts, n_parts, loss_options, LANES, UNROLLED)
+        lanes = merge_parts(parts, index * n_parts, n_parts, loss_options, LANES, UNROLLED)
     loose = load_loose_columns(row, loss_options, HAS_EDGES)
-    target_logit = of_lanes.load_logits(logits + row.target, row.owned, loss_options)
+    target_logit = load_logits(logits + row.target, row.owned, loss_options)
     target_weight = 0.0
     if class_weight is not None:
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
     merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
-    store_stats(of_labels.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
+    store_stats(stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
 
 
 def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., None]:
@@ -290,8 +298,8 @@ def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., Non
     @cache_launches
     def launches(rows: Rows, n_rows: int, size: int) -> tuple[StatisticsBlock, Launch, Launch | None]:
         shape = statistics_shape(n_rows, shard, size, 1)
-        of_parts = _launch_of_parts(rows, shape, shard, options) if shape.is_cut else None
-        return shape.block, _launch(rows, shape, shard, options), of_parts
+        part_launch = _launch_of_parts(rows, shape, shard, options) if shape.is_cut else None
+        return shape.block, _launch(rows, shape, shard, options), part_launch
 
     def statistics(
         logits: Tensor, targets: Labels, stats: tuple[Tensor], rank: int, count: Tensor | None = None
@@ -303,12 +311,12 @@ def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., Non
         labels, class_weight, temperature, threshold = targets
         n_rows = labels.shape[0]
         base, rows = row_arguments(logits)
-        block, launch, of_parts = launches(rows, n_rows, logits.dtype.itemsize)
+        block, launch, part_launch = launches(rows, n_rows, logits.dtype.itemsize)
         parts, counted = None, count
-        if of_parts is not None:
+        if part_launch is not None:
             parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
             tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
-            of_parts(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
+            part_launch(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
             counted = None
         tensors = (base, labels, temperature, threshold, parts, stats[0], counted, class_weight)
         launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))

@@ -18,7 +18,7 @@ class Factors(NamedTuple):
     """What the gradients of a row's columns share."""
 
     row_max: tl.tensor
-    of_exp: tl.tensor  # times the exponentials, p_i * (T' + 2 * z_loss * lse)
+    exp_factor: tl.tensor  # times the exponentials, p_i * (T' + 2 * z_loss * lse)
     weight: tl.tensor  # grad_output / divisor
 
 
@@ -29,14 +29,14 @@ def times(target, shifted):
 
 
 @triton.jit
-def load_targets(tile, own):
+def load_targets(tile, row):
     """Return ``t'`` of a tile, fp32, 0 outside."""
-    loss_options = own.loss_options
-    t = tl.load(own.other + tile.other, tile.inside, other=0.0).to(tl.float32)
+    loss_options = row.loss_options
+    t = tl.load(row.other + tile.other, tile.inside, other=0.0).to(tl.float32)
     if loss_options.smoothing is not None:
-        t = tl.where(tile.inside, (1 - loss_options.smoothing) * t + loss_options.smoothing / own.vocab_size, 0.0)
-    if own.class_weight is not None:
-        t *= tl.load(own.class_weight + tile.column, tile.inside, other=0.0)
+        t = tl.where(tile.inside, (1 - loss_options.smoothing) * t + loss_options.smoothing / row.vocab_size, 0.0)
+    if row.class_weight is not None:
+        t *= tl.load(row.class_weight + tile.column, tile.inside, other=0.0)
     return t
 
 
@@ -47,34 +47,34 @@ def empty(at_label, LANES: tl.constexpr):
 
 
 @triton.jit
-def plus(found, stats):
+def plus(total, stats):
     """Return ``found`` and ``stats`` together; the maximum of ``stats`` is not larger.
 
     The fused multiplication is written out, so that every kernel has the same one.
     """
-    shift = ops.finite_or_zero(found.row_max)
+    shift = ops.finite_or_zero(total.row_max)
     moved = stats.target_shifted + times(stats.target_sum, ops.raised_by(stats.row_max, shift))
     return TargetStats(
-        found.row_max,
-        tl.fma(stats.sum_exp, ops.exp_shifted(stats.row_max, shift), found.sum_exp),
-        found.target_sum + stats.target_sum,
-        found.target_shifted + moved,
+        total.row_max,
+        tl.fma(stats.sum_exp, ops.exp_shifted(stats.row_max, shift), total.sum_exp),
+        total.target_sum + stats.target_sum,
+        total.target_shifted + moved,
     )
 
 
 @triton.jit
-def tile(stats, tile, own):
-    t = load_targets(tile, own)
-    z, _ = ops.transform(tl.load(own.logits + tile.offset, tile.inside, other=float("-inf")), own.loss_options)
+def tile(stats, tile, row):
+    t = load_targets(tile, row)
+    z, _ = ops.transform(tl.load(row.logits + tile.offset, tile.inside, other=float("-inf")), row.loss_options)
     row_max = tl.max(z, axis=1)
     if stats is not None:
         row_max = tl.maximum(stats.row_max, row_max)
     shifted = z - ops.finite_or_zero(row_max)[:, None]
     sum_exp, target_shifted = tl.sum(ops.exp_shifted(shifted, 0.0), axis=1), tl.sum(times(t, shifted), axis=1)
-    found = TargetStats(row_max, sum_exp, tl.sum(t, axis=1), target_shifted)
+    total = TargetStats(row_max, sum_exp, tl.sum(t, axis=1), target_shifted)
     if stats is not None:
-        found = plus(found, stats)
-    return found
+        total = plus(total, stats)
+    return total
 
 
 @triton.jit
@@ -120,18 +120,18 @@ def loss(stats, second, loss_options):
 
 @triton.jit
 def factors(stats, second, weight, live, loss_options):
-    of_exp = stats.target_sum
+    exp_factor = stats.target_sum
     if loss_options.z_loss is not None:
-        of_exp += 2 * loss_options.z_loss * (stats.row_max + tl.log(stats.sum_exp))
-    of_exp /= stats.sum_exp
-    return Factors(tl.where(live, stats.row_max, 0.0), tl.where(live, of_exp, 0.0), tl.where(live, weight, 0.0))
+        exp_factor += 2 * loss_options.z_loss * (stats.row_max + tl.log(stats.sum_exp))
+    exp_factor /= stats.sum_exp
+    return Factors(tl.where(live, stats.row_max, 0.0), tl.where(live, exp_factor, 0.0), tl.where(live, weight, 0.0))
 
 
 @triton.jit
-def gradient(factors, tile, own):
-    t, loss_options = load_targets(tile, own), own.loss_options
-    z, slope = ops.transform(tl.load(own.logits + tile.offset, tile.inside, other=float("-inf")), loss_options)
-    grad = ops.exp_shifted(z, factors.row_max) * factors.of_exp - tl.where(z == float("-inf"), 0.0, t)
+def gradient(factors, tile, row):
+    t, loss_options = load_targets(tile, row), row.loss_options
+    z, slope = ops.transform(tl.load(row.logits + tile.offset, tile.inside, other=float("-inf")), loss_options)
+    grad = ops.exp_shifted(z, factors.row_max) * factors.exp_factor - tl.where(z == float("-inf"), 0.0, t)
     grad *= factors.weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope

@@ -81,22 +81,22 @@ def body_tile(place, begin, live, HAS_EDGES: tl.constexpr, LANES: tl.constexpr, 
 def part_of_row(
     place,
     begin,
-    own,
+    row,
     TILE: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Return ``state = TILE(state, tile, own)`` after TILES tiles from ``begin`` on, whose lanes keep their own states.
+    """Return ``state = TILE(state, tile, row)`` after TILES tiles from ``begin`` on, whose lanes keep their own states.
 
     The first state is None.
     """
     tile, _ = body_tile(place, begin, None, HAS_EDGES, LANES, VECTOR)
-    state = TILE(None, tile, own)
+    state = TILE(None, tile, row)
     for i in tl.static_range(1, TILES):
         tile, _ = body_tile(place, begin + i * (LANES * VECTOR), None, HAS_EDGES, LANES, VECTOR)
-        state = TILE(state, tile, own)
+        state = TILE(state, tile, row)
     return state
 
 
@@ -104,7 +104,7 @@ def part_of_row(
 def walk_parts(
     place,
     state,
-    own,
+    row,
     loss_options,
     TILE: tl.constexpr,
     MERGE: tl.constexpr,
@@ -115,7 +115,7 @@ def walk_parts(
 ):
     """Return ``state = MERGE(state, part, loss_options)`` after all parts of a row's body."""
     for begin in range(0, place.width, LANES * VECTOR * TILES):
-        part = part_of_row(place, begin, own, TILE, HAS_EDGES, LANES, VECTOR, TILES)
+        part = part_of_row(place, begin, row, TILE, HAS_EDGES, LANES, VECTOR, TILES)
         state = MERGE(state, part, loss_options)
     return state
 
@@ -146,19 +146,19 @@ def merge_parts(
 def walk_edges(
     place,
     state,
-    own,
+    row,
     TILE: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return ``TILE(state, tile, own)`` of a row's edges."""
+    """Return ``TILE(state, tile, row)`` of a row's edges."""
     if HAS_EDGES:
         # 16 vectors. States have a lane for each row of a tile, so their tile is a whole one.
         lane = ops.tile_columns(LANES, VECTOR)
         offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
         inside &= lane < 16 * VECTOR
-        state = TILE(state, Tile(offset, offset + place.other_shift, offset - place.begin, inside), own)
+        state = TILE(state, Tile(offset, offset + place.other_shift, offset - place.begin, inside), row)
     return state
 
 
@@ -166,7 +166,7 @@ def walk_edges(
 def write(
     place,
     state,
-    own,
+    row,
     out,
     live,
     begin,
@@ -176,20 +176,20 @@ def write(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Store ``TILE(state, tile, own)`` in the tiles at ``begin``, ``begin + step``, ... of a row; from 0, in its edges.
+    """Store ``TILE(state, tile, row)`` in the tiles at ``begin``, ``begin + step``, ... of a row; from 0, in its edges.
 
     ``out`` is a pointer to the first tensor or one like it. A row that is not ``live`` is not read; None is always.
     """
     for tile_begin in range(begin, place.width, step):
         tile, inside = body_tile(place, tile_begin, live, HAS_EDGES, LANES, VECTOR)
-        tl.store(out + tile.offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
+        tl.store(out + tile.offset, TILE(state, tile, row).to(out.dtype.element_ty), inside)
     if HAS_EDGES:
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
         inside &= begin == 0
         is_read = inside if live is None else inside & live
         tile = Tile(offset, offset + place.other_shift, offset - place.begin, is_read)
-        tl.store(out + offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
+        tl.store(out + offset, TILE(state, tile, row).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -205,9 +205,9 @@ def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, PairR
     base, (layout, has_edges) = row_arguments(logits)
     other_base, (other_layout, _) = row_arguments(other)
     line = 128 // logits.element_size()  # 8 vectors of the walk
-    own, others = RowLayout(*layout), RowLayout(*other_layout)
-    distances = (a - b for a, b in zip(own, others, strict=True))
-    alike = own[1:3] == others[1:3] and all(distance % line == 0 for distance in distances)
+    a, b = RowLayout(*layout), RowLayout(*other_layout)
+    distances = (x - y for x, y in zip(a, b, strict=True))
+    alike = a[1:3] == b[1:3] and all(distance % line == 0 for distance in distances)
     return base, other_base, PairRows(layout, other_layout, has_edges, alike)
 
 
@@ -229,20 +229,20 @@ def pair_launch(
 class Algebra(NamedTuple):
     """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
 
-    ``stats`` is the loss's record of statistics, ``tile`` a :class:`Tile`, ``own`` a :class:`Row`. ``options`` is the
+    ``stats`` is the loss's record of statistics, ``tile`` a :class:`Tile`, ``row`` a :class:`Row`. ``options`` is the
     argument ``loss_options``. Options that are off are None.
     """
 
     empty: Any  # (at_label, LANES): stats of lanes that have seen nothing; at_label is the label's logit, -inf if none
-    tile: Any  # (stats, tile, own): each lane's stats with one more tile; stats is None for the first one
+    tile: Any  # (stats, tile, row): each lane's stats with one more tile; stats is None for the first one
     merge_lanes: Any  # (a, b, options): each lane's stats of two sets of columns
     merge: Any  # (stats, options): of one row; over axis 0, lanes or ranks
     load: Any  # (pointers, mask, options, step): packed stats, step apart; what mask excludes has no columns
     store: Any  # (pointers, stats, options, step): pack them
     loss: Any  # (stats, second, options): of a row or a vector of rows; second are the sums of the second exchange
     factors: Any  # (stats, second, weight, live, options): what all columns' gradients share; finite if not live
-    gradient: Any  # (factors, tile, own): fp32 of each column; 0 if all logits are -inf and factors are not live
-    second: Any = None  # (sums, tile, (own, stats)): each lane's two sums with one more tile; None for the first one
+    gradient: Any  # (factors, tile, row): fp32 of each column; 0 if all logits are -inf and factors are not live
+    second: Any = None  # (sums, tile, (row, stats)): each lane's two sums with one more tile; None for the first one
     merge_second: Any = None  # (sums): over axis 0, lanes
 
     @property
