@@ -88,8 +88,8 @@ def peer_lines() -> list[str]:
 
 def _has_trl_kernels() -> bool:
     """Ask the files: importing TRL takes seconds."""
-    found = importlib.util.find_spec("trl")
-    folders = (found.submodule_search_locations if found else None) or ()
+    spec = importlib.util.find_spec("trl")
+    folders = (spec.submodule_search_locations if spec else None) or ()
     return any((Path(folder) / "kernels").is_dir() for folder in folders)
 
 

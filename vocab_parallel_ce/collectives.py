@@ -46,7 +46,7 @@ class NamedGroup(NamedTuple):
     def of(cls, group: Any) -> NamedGroup | None:
         return None if group is None else cls(group.group_name, tuple(dist.get_process_group_ranks(group)))
 
-    def found(self) -> Any:
+    def resolve(self) -> Any:
         """Return this process's group of that name. Raise ValueError if it has none, or one of other ranks."""
         ranks: object = "no such group"
         with suppress(RuntimeError, LookupError):
@@ -85,10 +85,10 @@ def _on_the_current_stream() -> Any:
 # Each begin_ function starts one collective and returns a handle at once. Call its wait() before you use the result.
 
 
-def begin_all_gather(gathered: Tensor, own: Tensor, group: Any) -> Any:
-    """Begin to fill ``gathered [R * N, ...]`` with ``own [N, ...]`` of all ranks."""
+def begin_all_gather(gathered: Tensor, part: Tensor, group: Any) -> Any:
+    """Begin to fill ``gathered [R * N, ...]`` with ``part [N, ...]`` of all ranks."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return all_gather(gathered, own, group=group, async_op=True)
+    return all_gather(gathered, part, group=group, async_op=True)
 
 
 def begin_all_reduce(summed: Tensor, group: Any) -> Any:
@@ -103,14 +103,14 @@ def summed_over_ranks(part: Tensor, group: Any) -> Tensor:
     return total
 
 
-def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
-    """Begin to fill ``own`` with this rank's rows of the sum of ``summed``."""
+def begin_reduce_scatter(part: Tensor, summed: Tensor, group: Any) -> Any:
+    """Begin to fill ``part`` with this rank's rows of the sum of ``summed``."""
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return reduce_scatter(own, summed, group=group, async_op=True)
+    return reduce_scatter(part, summed, group=group, async_op=True)
 
 
-def all_gather_objects(own: Any, group: Any, device: torch.device | None) -> list[Any]:
-    """Return ``own`` of every rank, in the order of the ranks. For debugging: it waits for the device.
+def all_gather_objects(value: Any, group: Any, device: torch.device | None) -> list[Any]:
+    """Return ``value`` of every rank, in the order of the ranks. For debugging: it waits for the device.
 
     ``torch.distributed.all_gather_object`` would need NumPy. NCCL sends objects through the current GPU, so ``device``
     becomes current if it is one.
@@ -119,16 +119,16 @@ def all_gather_objects(own: Any, group: Any, device: torch.device | None) -> lis
     """
     n_ranks = group_position(group)[1]
     if n_ranks == 1:
-        return [own]
+        return [value]
 
     def gathered(values: Tensor) -> Tensor:
-        of_ranks = values.new_empty(n_ranks * len(values))
-        begin_all_gather(of_ranks, values, group).wait()
-        return of_ranks.view(n_ranks, -1)
+        parts = values.new_empty(n_ranks * len(values))
+        begin_all_gather(parts, values, group).wait()
+        return parts.view(n_ranks, -1)
 
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
         sends_from = dist.distributed_c10d._get_object_coll_device(group)
-        pickled = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8).to(sends_from)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(sends_from)
         sizes = gathered(torch.tensor([len(pickled)], device=sends_from)).flatten().tolist()
         padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
         rows = gathered(padded).tolist()

@@ -39,11 +39,11 @@ def process_group_of(group: Any) -> Any:
         )
     if mesh.get_coordinate() is None:
         raise ValueError("group: this rank must be in the mesh, got a mesh of other ranks")
-    ranks, own = ranks_along(mesh, (0,)), mesh.get_group()
+    ranks, group_of_mesh = ranks_along(mesh, (0,)), mesh.get_group()
     # PyTorch sorts a group's ranks: columns would be cut by another position than that in the mesh.
     if list(ranks) != sorted(ranks):
         raise ValueError(f"group: expected a mesh of ascending ranks, got {ranks}; make it of those")
-    return own
+    return group_of_mesh
 
 
 def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
@@ -76,9 +76,9 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     expected = ranks_along(mesh, dims)
     if ranks != expected:
         remedy = "a mesh of ascending ranks" if sorted(ranks) == sorted(expected) else remedy
-        of_dims = f"dimension {dims[0]}" if len(dims) == 1 else f"dimensions {dims}"
-        of_mesh = f"the ranks {expected} of mesh {of_dims} of {name}, in this order"
-        raise ValueError(f"group: expected {of_mesh}, got {ranks}; pass {remedy}")
+        which = f"dimension {dims[0]}" if len(dims) == 1 else f"dimensions {dims}"
+        ranks_of_mesh = f"the ranks {expected} of mesh {which} of {name}, in this order"
+        raise ValueError(f"group: expected {ranks_of_mesh}, got {ranks}; pass {remedy}")
     if len(dims) > 1 and dtensor.shape[0] % len(expected):
         raise ValueError(
             f"{name}: expected rows that the {len(expected)} ranks of mesh dimensions {dims} have equal parts of, got "
@@ -125,11 +125,11 @@ def ranks_along(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
-    found, key = _RANKS.setdefault(mesh, {}), (dims, tuple(coordinate))
-    if key not in found:
-        own = tuple(slice(None) if d in dims else position for d, position in enumerate(coordinate))
-        found[key] = tuple(mesh.mesh[own].flatten().tolist())
-    return found[key]
+    known, key = _RANKS.setdefault(mesh, {}), (dims, tuple(coordinate))
+    if key not in known:
+        index = tuple(slice(None) if d in dims else position for d, position in enumerate(coordinate))
+        known[key] = tuple(mesh.mesh[index].flatten().tolist())
+    return known[key]
 
 
 # As torch.compiler.assume_constant_result marks it, without importing the compiler: it reads a tensor of the mesh.
@@ -155,9 +155,9 @@ def parallel_hooks(module: torch.nn.Module) -> ParallelHooks | None:
 
     before, after = (closure(hook) for hook in hooks)
     partials: list[Any] = [before.get("input_fn"), after.get("output_fn")]  # functools.partial of a style's functions
-    found = [getattr(partial, "func", None) for partial in partials]
+    functions = [getattr(partial, "func", None) for partial in partials]
     for style in (ColwiseParallel, RowwiseParallel):
-        if found == [style._prepare_input_fn, style._prepare_output_fn]:
+        if functions == [style._prepare_input_fn, style._prepare_output_fn]:
             return ParallelHooks(before["device_mesh"].get_group(), partials[0].args[0])
     return None
 

@@ -73,8 +73,8 @@ def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
         other_stream = torch.cuda.current_stream(logits.device) != torch.cuda.default_stream(logits.device)
         if other_stream or torch.cuda.is_current_stream_capturing():
             return
-    own = _span(logits)
-    if any(own.start < written.stop and written.start < own.stop for written in record.spans):
+    span = _span(logits)
+    if any(span.start < written.stop and written.start < span.stop for written in record.spans):
         raise ValueError(
             f"{name}: expected logits, got memory in which an earlier call has left its gradient; ask for "
             "gradient='out_of_place' (overwrite_input=False) in the earlier call, or compute them again. If "
@@ -103,8 +103,8 @@ _expected: dict[bool, tuple[Any, ...]] = {}  # for logits that are no view, and 
 
 def can_tell() -> bool:
     """Return whether this Python and this PyTorch can count references."""
-    found = _storage_use_count, _keeps_graph, _modes, getattr(Tensor, "_use_count", None)
-    return _has_gil and None not in found
+    measured = _storage_use_count, _keeps_graph, _modes, getattr(Tensor, "_use_count", None)
+    return _has_gil and None not in measured
 
 
 def measure() -> None:

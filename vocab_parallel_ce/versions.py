@@ -32,8 +32,8 @@ TESTED = (
 
 def minor(version: str) -> str:
     """Return ``"2.11"`` for ``"2.11.0a0+git1234"``; ``""`` if the version has no such beginning."""
-    found = re.match(r"\d+\.\d+", version)
-    return "" if found is None else found[0]
+    match = re.match(r"\d+\.\d+", version)
+    return "" if match is None else match[0]
 
 
 @lru_cache(maxsize=16)
@@ -55,8 +55,8 @@ def require_torch(version: str) -> None:
 def how_tested(torch: str, triton: str | None) -> str:
     """Say whether the package's tests ran with this torch and this Triton; the patch version does not count."""
     rows = {(minor(row.torch), minor(row.triton)): row for row in TESTED}
-    of_torch = {minor(row.torch): row for row in TESTED}
-    row = of_torch.get(minor(torch)) if triton is None else rows.get((minor(torch), minor(triton)))
+    by_torch = {minor(row.torch): row for row in TESTED}
+    row = by_torch.get(minor(torch)) if triton is None else rows.get((minor(torch), minor(triton)))
     what = f"torch {minor(torch)} with triton {minor(triton or '') or 'none'}"
     if row is None:
         return f"{what}: not tested; tested are {', '.join(f'{one} with {other}' for one, other in rows)}"

@@ -58,7 +58,7 @@ def _copies(rank, group):
     ended = dist.new_group(list(range(group.size())))
     module = VocabParallelCrossEntropy(group=ended)
     pickled, named = pickle.dumps(module), NamedGroup.of(ended)
-    error_of_ranks = error_of(NamedGroup(named.name, (7, 8)).found)
+    error_of_ranks = error_of(NamedGroup(named.name, (7, 8)).resolve)
     dist.destroy_process_group(ended)
     return equal, [error_of(pickle.loads, pickled), error_of_ranks]
 

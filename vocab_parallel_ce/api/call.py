@@ -63,7 +63,7 @@ class Outputs:
     def __getitem__(self, position: object) -> NoReturn:
         # Unpacking comes here too. Of all fields in order, it would take None for what was not asked for.
         raise TypeError(
-            f"Outputs: expected a field by name, as found.loss or found.entropy, got position {position!r}, or an "
+            f"Outputs: expected a field by name, as outputs.loss or outputs.entropy, got position {position!r}, or an "
             "unpacking; read the names that were asked for"
         )
 
@@ -97,23 +97,23 @@ def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None
     return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
 
 
-def loss_of(found: TokenOutputs, settings: Settings) -> Tensor | Outputs:
+def loss_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
     """Return the loss, or the record of all that was asked for."""
     if not settings.outputs:
-        return found.loss
-    return Outputs(loss=found.loss, **_others(found, settings))
+        return outputs.loss
+    return Outputs(loss=outputs.loss, **_others(outputs, settings))
 
 
-def log_probs_of(found: TokenOutputs, settings: Settings) -> Tensor | Outputs:
+def log_probs_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
     """Return the log-probabilities, or the record of all that was asked for."""
-    log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
+    log_probs = torch.rsub(outputs.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
     if not settings.outputs:
         return log_probs
-    return Outputs(log_probs=log_probs, **_others(found, settings))
+    return Outputs(log_probs=log_probs, **_others(outputs, settings))
 
 
-def _others(found: TokenOutputs, settings: Settings) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in settings.outputs}
+def _others(outputs: TokenOutputs, settings: Settings) -> dict[str, Any]:
+    return {name: getattr(outputs, name) for name in settings.outputs}
 
 
 # PyTorch 2.11 fails inside Dynamo.
@@ -205,22 +205,22 @@ def over_logits(
         return losses(loss, logits, targets, settings, group, num_items)
     call, targets = plan_call(loss, logits, targets, settings, group, num_items)
     if torch.is_grad_enabled() and logits.requires_grad:
-        found = OverLogits.apply(logits, targets, call)
-        return TokenOutputs(*found) if call.plan.other_outputs else TokenOutputs(found)
+        values = OverLogits.apply(logits, targets, call)
+        return TokenOutputs(*values) if call.plan.other_outputs else TokenOutputs(values)
     with torch.no_grad():
         return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
 
 
-def over_head(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Compute the outputs, those per token of their shape; under autograd if something needs a gradient."""
     if is_traced():
         from vocab_parallel_ce.compile import linear_losses
 
-        return linear_losses(loss, given, settings, head)
-    linear, local, targets = plan_linear_call(loss, given, settings, head)
+        return linear_losses(loss, arguments, settings, head)
+    linear, local, targets = plan_linear_call(loss, arguments, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
-        found = OverHead.apply(*local, targets, linear)
-        outputs = TokenOutputs(*found) if linear.call.plan.other_outputs else TokenOutputs(found)
+        values = OverHead.apply(*local, targets, linear)
+        outputs = TokenOutputs(*values) if linear.call.plan.other_outputs else TokenOutputs(values)
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
             outputs, *_ = loops.forward(linear, local, targets)

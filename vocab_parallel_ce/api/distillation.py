@@ -113,7 +113,7 @@ def distillation_loss(
     )
     settings = divided_by(num_items, settings)
     if isinstance(teacher, TopKTeacher):
-        at = functools.partial(given_ids.of_logits, student_logits, group=group)
+        at = functools.partial(given_ids.log_probs_at, student_logits, group=group)
         return top_k_teacher.divergence(teacher, labels, student_logits, "student_logits", settings, num_items, at)
     if isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
@@ -197,9 +197,9 @@ def linear_distillation_loss(
     if not isinstance(student, Head):
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
     if isinstance(teacher, TopKTeacher):
-        at = functools.partial(given_ids.of_head, student, head=head, group=group)
+        at = functools.partial(given_ids.head_log_probs_at, student, head=head, group=group)
         return top_k_teacher.divergence(teacher, labels, student.hidden, "student.hidden", settings, num_items, at)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
-    given = Arguments(student, TeacherHead(*teacher, labels), group, num_items)
-    return over_head(DIVERGENCE, given, settings, head).loss
+    arguments = Arguments(student, TeacherHead(*teacher, labels), group, num_items)
+    return over_head(DIVERGENCE, arguments, settings, head).loss

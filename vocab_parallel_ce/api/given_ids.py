@@ -50,15 +50,15 @@ def check_not_one_hot(ids: Tensor, n_columns: int, settings: Settings, group: An
         )
 
 
-def of_logits(logits: Tensor, given: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
-    """Return ``[..., k]`` log-probabilities at ``given.ids``, and one more of the rest of the first ``n_known``."""
-    given, settings = _of_call(given, logits, "logits", settings, n_known)
-    return over_logits(GIVEN_IDS, logits, given, settings, group=group).loss
+def log_probs_at(logits: Tensor, targets: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
+    """Return ``[..., k]`` log-probabilities at ``targets.ids``, and one more of the rest of the first ``n_known``."""
+    targets, settings = _marked_call(targets, logits, "logits", settings, n_known)
+    return over_logits(GIVEN_IDS, logits, targets, settings, group=group).loss
 
 
-def of_head(
+def head_log_probs_at(
     tensors: Head,
-    given: Ids,
+    targets: Ids,
     settings: Settings,
     head: HeadSettings,
     *,
@@ -67,16 +67,16 @@ def of_head(
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return the same of the logits of a head."""
-    given, settings = _of_call(given, tensors.hidden, "hidden", settings, n_known)
-    return over_head(GIVEN_IDS, Arguments(tensors, given, group, None, main_grad), settings, head).loss
+    targets, settings = _marked_call(targets, tensors.hidden, "hidden", settings, n_known)
+    return over_head(GIVEN_IDS, Arguments(tensors, targets, group, None, main_grad), settings, head).loss
 
 
-def _of_call(given: Ids, tokens: Tensor, subject: str, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
+def _marked_call(targets: Ids, tokens: Tensor, subject: str, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
     """Return ids whose ignored ones no other can be, and the settings of the call; ``subject`` are the ``tokens``."""
     checks.check_integer("ignore_index", settings.ignore_index)
-    checks.check_labels(given.ids, tokens, subject)
-    if given.ids.shape[-1] == 0:
-        raise ValueError(f"labels: expected at least one given id per token, got shape {tuple(given.ids.shape)}")
-    ids = marked(given.ids, is_ignored(given.ids, settings.ignore_index))
+    checks.check_labels(targets.ids, tokens, subject)
+    if targets.ids.shape[-1] == 0:
+        raise ValueError(f"labels: expected at least one given id per token, got shape {tuple(targets.ids.shape)}")
+    ids = marked(targets.ids, is_ignored(targets.ids, settings.ignore_index))
     settings = settings._replace(reduction="none", ignore_index=IGNORED, n_ids=ids.shape[-1], n_known=n_known)
-    return given._replace(ids=ids), settings
+    return targets._replace(ids=ids), settings

@@ -147,8 +147,8 @@ def linear_cross_entropy(
     settings = divided_by(num_items, settings)
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors, targets = Head(hidden, weight, bias), Labels(labels, class_weight)
-    given = Arguments(tensors, targets, group, num_items, main_grad, expected_grad_output)
-    return loss_of(over_head(LABELS, given, settings, head), settings)
+    arguments = Arguments(tensors, targets, group, num_items, main_grad, expected_grad_output)
+    return loss_of(over_head(LABELS, arguments, settings, head), settings)
 
 
 @public(needs_eager)
@@ -195,7 +195,7 @@ def linear_token_log_probs(
         >>> linear_token_log_probs(hidden, head, torch.tensor([0, 3]))
         tensor([-1.3863, -1.3863])
     """
-    asked, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
+    requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -206,7 +206,7 @@ def linear_token_log_probs(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        outputs=asked,
+        outputs=requested,
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
@@ -214,7 +214,9 @@ def linear_token_log_probs(
         check_ids_alone(labels, hidden, outputs, threshold)
         n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
         given_ids.check_not_one_hot(labels, n_rows, settings, group)
-        return given_ids.of_head(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
-    check_threshold_and(asked, threshold)
-    given = Arguments(tensors, Labels(labels, None, tensor, threshold), group, None, main_grad)
-    return log_probs_of(over_head(LABELS, given, settings, head), settings)
+        return given_ids.head_log_probs_at(
+            tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad
+        )
+    check_threshold_and(requested, threshold)
+    arguments = Arguments(tensors, Labels(labels, None, tensor, threshold), group, None, main_grad)
+    return log_probs_of(over_head(LABELS, arguments, settings, head), settings)

@@ -151,8 +151,8 @@ def vocab_parallel_cross_entropy(
     targets: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, targets = SOFT_LABELS, SoftLabels(labels, class_weight)
-    found = over_logits(loss, logits, targets, settings, group=group, num_items=num_items)
-    return loss_of(found, settings)
+    losses = over_logits(loss, logits, targets, settings, group=group, num_items=num_items)
+    return loss_of(losses, settings)
 
 
 @public(overwrites)
@@ -219,7 +219,7 @@ def token_log_probs(
         >>> found.entropy
         tensor([1.3863, 1.3863])
     """
-    asked, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
+    requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -230,21 +230,21 @@ def token_log_probs(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        outputs=asked,
+        outputs=requested,
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
         check_ids_alone(labels, logits, outputs, threshold)
         given_ids.check_not_one_hot(labels, logits.shape[-1] * group_position(group)[1], settings, group)
-        return given_ids.of_logits(logits, Ids(labels, tensor), settings, group=group)
-    check_threshold_and(asked, threshold)
-    found = over_logits(LABELS, logits, Labels(labels, None, tensor, threshold), settings, group=group)
-    return log_probs_of(found, settings)
+        return given_ids.log_probs_at(logits, Ids(labels, tensor), settings, group=group)
+    check_threshold_and(requested, threshold)
+    losses = over_logits(LABELS, logits, Labels(labels, None, tensor, threshold), settings, group=group)
+    return log_probs_of(losses, settings)
 
 
 def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:
     """Return one of the fp32 ``outputs`` ``[...]`` of ``logits [..., C]``, without labels. Overwrites nothing."""
     any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
-    found = token_log_probs(logits, any_labels, group=group, outputs=(name,), gradient="out_of_place")
-    value: Tensor = getattr(found, name)
+    values = token_log_probs(logits, any_labels, group=group, outputs=(name,), gradient="out_of_place")
+    value: Tensor = getattr(values, name)
     return value

@@ -31,7 +31,7 @@ def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")}
 
 
-def _given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _chosen(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: arguments[name] for name in names}
 
 
@@ -72,7 +72,7 @@ class _LossModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state["group"]
-        super().__setstate__({**state, "group": None if group is None else group.found()})
+        super().__setstate__({**state, "group": None if group is None else group.resolve()})
 
 
 class VocabParallelCrossEntropy(_LossModule):
@@ -110,7 +110,7 @@ class VocabParallelCrossEntropy(_LossModule):
         vocab_size: int | VocabShard | None = None,
     ) -> None:
         super().__init__()
-        self._set_options(**_given(locals(), self.defaults))
+        self._set_options(**_chosen(locals(), self.defaults))
 
     def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> TensorOrOutputs:
         """Loss of ``logits [..., C]`` and ``labels [...]``, or :class:`Outputs` if some are asked for.
@@ -184,7 +184,7 @@ class LinearCrossEntropy(_LossModule):
         expected_grad_output: Tensor | None = None,
         valid_tokens: int | None = None,
     ) -> None:
-        options = _given(locals(), self.defaults)
+        options = _chosen(locals(), self.defaults)
         super().__init__()
         settings = Settings(reduction=reduction, gradient=gradient)
         head_settings = HeadSettings(**{name: options[name] for name in HeadSettings._fields})
@@ -266,8 +266,8 @@ def _check_hooks(head: nn.Module) -> None:
     """Check that it has no hooks, except those of tensor parallelism, which the loss does itself."""
     forward_hooks = head._forward_hooks or head._forward_pre_hooks
     parallel = parallel_hooks(head) if forward_hooks else None
-    of_backward = head._backward_hooks or head._backward_pre_hooks
-    if of_backward or "forward" in vars(head) or (forward_hooks and parallel is None):
+    backward_hooks = head._backward_hooks or head._backward_pre_hooks
+    if backward_hooks or "forward" in vars(head) or (forward_hooks and parallel is None):
         raise ValueError("head: has hooks or a patched forward, which this loss would skip; remove them")
     if parallel is None:
         return

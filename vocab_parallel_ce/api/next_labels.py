@@ -86,8 +86,8 @@ def next_labels(
         bounds = n_tokens * torch.arange(labels.shape[:-1].numel() + 1, device=labels.device)
     else:
         bounds, is_right = _checked_bounds(cu_seqlens, labels, n_ranks, n_runs)
-    given = {"labels.shape": tuple(labels.shape), "ignore_index": ignore_index, "layout": layout}
-    verify.compare_arguments("next_labels", **given, cu_seqlens=cu_seqlens)
+    arguments = {"labels.shape": tuple(labels.shape), "ignore_index": ignore_index, "layout": layout}
+    verify.compare_arguments("next_labels", **arguments, cu_seqlens=cu_seqlens)
 
     runs = (bounds[1:] - bounds[:-1]).unsqueeze(1).expand(-1, n_runs) // n_runs  # lengths [n, n_runs]
     starts = bounds[:-1].unsqueeze(1) + runs * torch.arange(n_runs, device=labels.device)
@@ -150,9 +150,9 @@ def _checked_bounds(cu_seqlens: Tensor, labels: Tensor, n_ranks: int, n_runs: in
     if n_ranks == 1:
         conditions[f"at most {n_labels}, the labels, at the end"] = whole[-1:] <= n_labels
     else:
-        multiple, of_all = n_ranks * n_runs, f"the labels of all {n_ranks} ranks, also of padding,"
+        multiple, all_labels = n_ranks * n_runs, f"the labels of all {n_ranks} ranks, also of padding,"
         conditions[f"sequences padded to a multiple of {multiple} tokens"] = lengths % multiple == 0
-        conditions[f"{n_labels}, {of_all} at the end"] = whole[-1:] == n_labels
+        conditions[f"{n_labels}, {all_labels} at the end"] = whole[-1:] == n_labels
     bounds = (whole // n_ranks).to(labels.device, non_blocking=True)
     if cu_seqlens.device.type != "cpu" or checks.has_no_values(cu_seqlens) or torch.compiler.is_dynamo_compiling():
         return bounds, torch.cat(list(conditions.values())).all().to(labels.device)

@@ -89,12 +89,12 @@ def sampling_threshold(
     rank, n_ranks = group_position(group)
     shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
     checks.check_no_transforms(logits)
-    number, of_rows = 1.0, None
+    number, row_temperature = 1.0, None
     if isinstance(temperature, Tensor):
-        tokens, role, own = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
-        role.check("temperature", temperature, tokens, own)
+        tokens, role, settings = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
+        role.check("temperature", temperature, tokens, settings)
         check_requires_no_gradient("temperature", temperature)
-        of_rows = role.local("temperature", temperature, tokens, own, None)
+        row_temperature = role.local("temperature", temperature, tokens, settings, None)
     else:
         number = temperature
     settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)
@@ -107,14 +107,14 @@ def sampling_threshold(
             top_k=k,
             top_p=float(top_p),
             options=options,
-            temperature=of_rows,
+            temperature=row_temperature,
         )
     rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
     step = max(MOST_ELEMENTS // -(-shard.vocab_size // n_ranks), 1)
-    found = [
+    thresholds = [
         _threshold(
             part,
-            at_rows(options, None if of_rows is None else of_rows[start : start + len(part)]),
+            at_rows(options, None if row_temperature is None else row_temperature[start : start + len(part)]),
             None if k is None or k >= shard.vocab_size else k,
             float(top_p),
             rank,
@@ -123,7 +123,7 @@ def sampling_threshold(
         )
         for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True)
     ]
-    return torch.cat(found).view(logits.shape[:-1])
+    return torch.cat(thresholds).view(logits.shape[:-1])
 
 
 @torch.no_grad()
@@ -135,8 +135,8 @@ def _threshold(
     if top_k is not None:
         least = columns.first_below(least, counts=True, bound=top_k)
     if top_p < 1:
-        of_all = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
-        least = columns.first_below(least, counts=False, bound=of_all * top_p)
+        kept_mass = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
+        least = columns.first_below(least, counts=False, bound=kept_mass * top_p)
     return torch.where(columns.row_max.isfinite(), columns.value_of(least), NEG_INF).to(compute_dtype(rows.dtype))
 
 
@@ -150,13 +150,13 @@ class _Columns:
         self.n_keys = highest - self.lowest + 1
         self.x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values
         largest = self.x[:, -1] if rows.shape[-1] else self.x.new_full(rows.shape[:1], NEG_INF)
-        self.row_max = self._of_ranks(largest).amax(dim=0)
+        self.row_max = self._gathered(largest).amax(dim=0)
         self.largest = self.key_of(self.row_max.nan_to_num(nan=INF, posinf=INF, neginf=NEG_INF))
         z, z_max = (spec.transformed(each, options)[0] for each in (self.x, self.row_max.unsqueeze(-1)))
         exps = ((z - z_max).exp() * UNIT).long()
         self.sums = F.pad(exps.cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
 
-    def _of_ranks(self, values: Tensor) -> Tensor:
+    def _gathered(self, values: Tensor) -> Tensor:
         gathered = values.new_empty(self.n_ranks, *values.shape)
         gathered[self.rank] = values
         all_gather_stats(gathered, self.rank, self.group)
@@ -175,8 +175,8 @@ class _Columns:
     def above(self, keys: Tensor, *, counts: bool) -> Tensor:
         """Return ``[N, T]`` sums of the exponentials of all ranks' logits above ``keys [N, T]``, or counts."""
         first = torch.searchsorted(self.x, self.value_of(keys).to(self.x.dtype), right=True)
-        found = self.x.shape[-1] - first if counts else self.sums[:, -1:] - self.sums.gather(-1, first)
-        return self._of_ranks(found).sum(dim=0)
+        part = self.x.shape[-1] - first if counts else self.sums[:, -1:] - self.sums.gather(-1, first)
+        return self._gathered(part).sum(dim=0)
 
     def first_below(self, least: Tensor, *, counts: bool, bound: Tensor | int) -> Tensor:
         """Return ``[N]`` the first key from ``least`` on that has less than ``bound`` above it."""

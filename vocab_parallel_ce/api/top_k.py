@@ -84,26 +84,26 @@ def _top_k(
 ) -> tuple[Tensor, Tensor]:
     rows = logits.reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
     step = max(MOST_ELEMENTS // max(shard.n_valid, 1), 1)
-    parts = [_of_columns(part, k, shard.start, temperature) for part in rows.split(step)]
+    parts = [_local_top_k(part, k, shard.start, temperature) for part in rows.split(step)]
     sums, x, ids = (torch.cat(each) for each in zip(*parts, strict=True))
     words = [each.flatten().view(torch.int32) for each in (sums, x, ids)]
     packed = ids.new_empty(n_ranks, sum(map(len, words)))
     packed[rank] = torch.cat(words)
     all_gather_stats(packed, rank, group)
-    of_ranks = zip(packed.split(list(map(len, words)), dim=1), (sums, x, ids), strict=True)
-    sums, x, ids = (part.flatten().view(like.dtype).view(n_ranks, *like.shape) for part, like in of_ranks)
+    gathered = zip(packed.split(list(map(len, words)), dim=1), (sums, x, ids), strict=True)
+    sums, x, ids = (part.flatten().view(like.dtype).view(n_ranks, *like.shape) for part, like in gathered)
     rank_max = x[..., 0]
     row_max = _finite_or_zero(rank_max.amax(dim=0))
     total = torch.zeros_like(row_max)
-    for of_rank, its_max in zip(sums, rank_max, strict=True):
-        total += of_rank * ((its_max - row_max) / temperature).exp()
+    for rank_sum, its_max in zip(sums, rank_max, strict=True):
+        total += rank_sum * ((its_max - row_max) / temperature).exp()
     x, ids = _in_order(*(each.transpose(0, 1).flatten(1) for each in (x, ids)))
     log_probs = (x[:, :k] - row_max.unsqueeze(-1)) / temperature - total.log().unsqueeze(-1)
     shape = *logits.shape[:-1], k
     return ids[:, :k].long().view(shape), log_probs.view(shape)
 
 
-def _of_columns(rows: Tensor, k: int, start: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _local_top_k(rows: Tensor, k: int, start: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of ``exp((x - max) / temperature)`` of ``rows [n, C]``, and the k largest x and their ids."""
     n_columns, dtype = rows.shape[-1], compute_dtype(rows.dtype)
     missing = max(k - n_columns, 0)

@@ -85,18 +85,18 @@ def divergence(
         facts = {name: options[name] for name in ("reduction", "num_items")}
         verify.also_compare(facts | {"teacher.rest": teacher.rest, "teacher.log_probs": teacher.log_probs})
     with checks.naming(labels="teacher.ids, labels"):
-        found = log_probs_at(Ids(ids), settings=settings._replace(ignore_index=IGNORED), n_known=n_known)
-    rows = _terms(found[..., :k], log_q, left_out, settings).sum(dim=-1)
+        log_probs = log_probs_at(Ids(ids), settings=settings._replace(ignore_index=IGNORED), n_known=n_known)
+    rows = _terms(log_probs[..., :k], log_q, left_out, settings).sum(dim=-1)
     if n_known:
         log_r = (1 - mass).clamp(min=torch.finfo(log_q.dtype).eps / 2)
-        rows = rows + _terms(found[..., -1], log_r.log(), left_out.all(dim=-1), settings)
+        rows = rows + _terms(log_probs[..., -1], log_r.log(), left_out.all(dim=-1), settings)
     if labels is not None:
-        of_label, hard_weight = found[..., k], float(settings.hard_weight)
+        label_log_prob, hard_weight = log_probs[..., k], float(settings.hard_weight)
         if hard_weight == 1:
             rows = rows.masked_fill(rows.isinf(), 0.0)  # times 0 it would be NaN
         if hard_weight:
-            rows = (1 - hard_weight) * rows - hard_weight * of_label
-        rows = torch.where(of_label.isnan(), NAN, rows)  # a label outside the vocabulary
+            rows = (1 - hard_weight) * rows - hard_weight * label_log_prob
+        rows = torch.where(label_log_prob.isnan(), NAN, rows)  # a label outside the vocabulary
     if settings.reduction == "mean":
         ignored = None if labels is None else is_ignored(labels, settings.ignore_index)
         divisor = rows_of_mean(ignored, rows.detach()).to(rows.dtype)
@@ -160,17 +160,17 @@ def _terms(log_s: Tensor, log_q: Tensor, left_out: Tensor, settings: Settings) -
     q = log_q.exp()
     # An outcome that the student excludes, by a logit of -inf, must not make its gradient NaN.
     excluded = log_s == NEG_INF
-    own = log_s.masked_fill(excluded, 0.0)
+    known = log_s.masked_fill(excluded, 0.0)
     if settings.divergence == "forward":
         terms = q * (log_q - log_s)
     elif settings.divergence == "reverse":
-        terms = (own.exp() * (own - log_q)).masked_fill(excluded, 0.0)
+        terms = (known.exp() * (known - log_q)).masked_fill(excluded, 0.0)
     else:
         beta = float(settings.beta)
         # Constants: what the mixture adds to the gradient of both terms cancels.
-        of_student, of_teacher = log_ratios(own.detach(), log_q, beta)
-        of_student = (own.exp() * of_student).masked_fill(excluded, 0.0)
-        terms = beta * q * of_teacher.masked_fill(excluded, -math.log(beta)) + (1 - beta) * of_student
+        student_term, teacher_ratio = log_ratios(known.detach(), log_q, beta)
+        student_term = (known.exp() * student_term).masked_fill(excluded, 0.0)
+        terms = beta * q * teacher_ratio.masked_fill(excluded, -math.log(beta)) + (1 - beta) * student_term
     return terms.masked_fill(left_out, 0.0)
 
 
