@@ -88,12 +88,12 @@ def framework_lines() -> list[str]:
     for name, versions in TESTED.items():
         tested = ", ".join(versions)
         try:
-            found = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             lines.append(f"{name}: not installed (tested with {tested})")
             continue
-        is_tested = _key(found) in map(_key, versions)
-        lines.append(f"{name} {found}: {'tested' if is_tested else f'not tested, only {tested}'}")
+        is_tested = _key(installed) in map(_key, versions)
+        lines.append(f"{name} {installed}: {'tested' if is_tested else f'not tested, only {tested}'}")
     return lines
 
 
@@ -102,21 +102,21 @@ def settings_of(options: Mapping[str, Any], known: Sequence[str]) -> tuple[Setti
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: expected an option of install(), one of {', '.join(known)}, got no such name")
-    of_head = {name: value for name, value in options.items() if name in HeadSettings._fields}
-    return Settings(**{name: options[name] for name in options.keys() - of_head}), HeadSettings(**of_head)
+    head = {name: value for name, value in options.items() if name in HeadSettings._fields}
+    return Settings(**{name: options[name] for name in options.keys() - head}), HeadSettings(**head)
 
 
 @functools.cache
 def warn_if_newer(name: str) -> None:
     """Log, once per process, that the installed version of a framework is newer than those that are tested."""
     try:
-        found, newest = metadata.version(name), TESTED[name][-1]
+        installed, newest = metadata.version(name), TESTED[name][-1]
     except (metadata.PackageNotFoundError, KeyError):  # not installed as a package, as in a test
         return
-    if _key(found) > _key(newest):
+    if _key(installed) > _key(newest):
         logger.warning(
             "vocab_parallel_ce: %s %s is newer than the newest tested, %s; compare a step with and without install()",
-            *(name, found, newest),
+            *(name, installed, newest),
         )
 
 

@@ -47,8 +47,8 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
         )
     local = _arrived(logits.to_local())
     shard = shard_of_local(name, local, vocab_size, coordinate[dim], mesh.size(dim))
-    of_tokens = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
-    return LocalColumns(local, shard, group, of_tokens)
+    token_placements = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
+    return LocalColumns(local, shard, group, token_placements)
 
 
 def _arrived(local: Any) -> Tensor:

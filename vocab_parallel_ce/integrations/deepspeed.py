@@ -71,9 +71,9 @@ def vocab_parallel_cross_entropy(
     """
     bounds = vocab_start_index, vocab_end_index, global_vocab_size
     if backend != "torch":
-        own = _switch.own(f"{LOSS}:vocab_parallel_cross_entropy")
-        given = vocab_parallel_logits, target, tp_group, sp_group, *bounds, ignore_index
-        result: Tensor = own(*given, reduction, gather_sequence_loss, backend)
+        original = _switch.original(f"{LOSS}:vocab_parallel_cross_entropy")
+        arguments = vocab_parallel_logits, target, tp_group, sp_group, *bounds, ignore_index
+        result: Tensor = original(*arguments, reduction, gather_sequence_loss, backend)
         return result
     checks.check_choice("reduction", reduction, REDUCTIONS)
     if gather_sequence_loss and (reduction != "none" or sp_group is None):
@@ -171,8 +171,8 @@ def vocab_parallel_logprobs(
     shard = _shard(shape[-1], bounds, tp_group, vocab_parallel_logits.device)
     sizes = shard.vocab_size, -(-shard.vocab_size // n_ranks)
     if index.shape != shape[:-1] and (index.dim() != len(shape) or index.shape[-1] in sizes):
-        own = _switch.own(f"{OPS}:vocab_parallel_logprobs")
-        result: Tensor = own(vocab_parallel_logits, index, tp_group, *bounds, ignore_index)
+        original = _switch.original(f"{OPS}:vocab_parallel_logprobs")
+        result: Tensor = original(vocab_parallel_logits, index, tp_group, *bounds, ignore_index)
         return result
     return token_log_probs(
         vocab_parallel_logits,
@@ -209,8 +209,8 @@ def vocab_parallel_kl_div(
         tensor([1.3826, 1.3826])
     """
     if teacher_logits.requires_grad and torch.is_grad_enabled():
-        own = _switch.own(f"{OPS}:vocab_parallel_kl_div")
-        result: Tensor = own(student_logits, teacher_logits, reverse, tp_group)
+        original = _switch.original(f"{OPS}:vocab_parallel_kl_div")
+        result: Tensor = original(student_logits, teacher_logits, reverse, tp_group)
         return result
     return distillation_loss(
         student_logits,

@@ -175,7 +175,7 @@ class _Local(NamedTuple):
     logits: Tensor
     labels: Tensor
     options: dict[str, Any]  # group, and the columns as vocab_size
-    given: Any  # the labels as they were given
+    passed: Any  # the labels as the caller passed them
 
     @classmethod
     def of(cls, logits: Any, labels: Any) -> _Local:
@@ -188,28 +188,28 @@ class _Local(NamedTuple):
                 "vocab_parallel_ce, with group="
             )
         columns = local_columns("logits", logits)
-        of_labels = labels
+        local_labels = labels
         if is_dtensor(labels):
-            of_tokens = columns.placements_of_tokens
-            if labels.device_mesh != logits.device_mesh or labels.placements != of_tokens:
-                expected = f"the mesh of logits, {logits.device_mesh}, and the placements {of_tokens}"
+            placements = columns.placements_of_tokens
+            if labels.device_mesh != logits.device_mesh or labels.placements != placements:
+                expected = f"the mesh of logits, {logits.device_mesh}, and the placements {placements}"
                 got = f"{labels.device_mesh} and {labels.placements}"
                 raise ValueError(
                     f"labels: expected a DTensor with {expected}, got {got}; redistribute it, or pass this "
                     "rank's part as a plain tensor"
                 )
-            of_labels = labels.to_local()
-        checks.check_labels(of_labels, columns.logits)  # probabilities would be as DTensors of logits' shape
-        return cls(columns.logits, of_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
+            local_labels = labels.to_local()
+        checks.check_labels(local_labels, columns.logits)  # probabilities would be as DTensors of logits' shape
+        return cls(columns.logits, local_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
 
     @property
     def tokens_are_cut(self) -> bool:
         """Whether a result of all tokens is asked for, and no rank has all of them."""
-        return is_dtensor(self.given) and any(placement.is_shard() for placement in self.given.placements)
+        return is_dtensor(self.passed) and any(placement.is_shard() for placement in self.passed.placements)
 
     def placed(self, result: Tensor | Outputs) -> Any:
         """Return the results as the labels are: plain, or DTensors."""
-        if not is_dtensor(self.given):
+        if not is_dtensor(self.passed):
             return result
         if isinstance(result, Outputs):
             return tree_map(self._as_dtensor, result)
@@ -218,9 +218,9 @@ class _Local(NamedTuple):
     def _as_dtensor(self, result: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
-        shape, placements = self.given.shape, self.given.placements
+        shape, placements = self.passed.shape, self.passed.placements
         if not result.dim():  # of all tokens: a sum, if they are cut
             shape, placements = result.shape, [Partial() if p.is_shard() else p for p in placements]
         stride = torch.empty(shape, device="meta").stride()
-        mesh = self.given.device_mesh
+        mesh = self.passed.device_mesh
         return DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -151,8 +151,8 @@ class Head:
         computed = [each and tensor.requires_grad for each, tensor in zip(needed, inputs, strict=True)]
         wanted = [tensor for tensor, is_computed in zip(inputs, computed, strict=True) if is_computed]
         again = {"retain_graph": True, "create_graph": torch.is_grad_enabled()}
-        found = iter(torch.autograd.grad(edge, wanted, grad, **again) if wanted else ())
-        return [next(found) if is_computed else None for is_computed in computed]
+        grads = iter(torch.autograd.grad(edge, wanted, grad, **again) if wanted else ())
+        return [next(grads) if is_computed else None for is_computed in computed]
 
     def check_unchanged(self, freed: bool = True) -> None:
         """Raise RuntimeError if the logits would not be those of the call any more, or if memory was freed."""

@@ -43,8 +43,8 @@ def with_entropies(
         function: ``token_log_probs``, or that of DTensors; it takes the options.
     """
     ignored = labels == IGNORED
-    found = function(logits, labels.masked_fill(ignored, 0), outputs=("entropy",), **options)
-    return found.log_probs.masked_fill(ignored, 0.0), found.entropy
+    outputs = function(logits, labels.masked_fill(ignored, 0), outputs=("entropy",), **options)
+    return outputs.log_probs.masked_fill(ignored, 0.0), outputs.entropy
 
 
 class DistributedLogprob:

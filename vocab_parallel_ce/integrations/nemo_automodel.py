@@ -51,12 +51,12 @@ def masked_cross_entropy(
         loss_weights: ``[...]`` multiplies the losses, for reduction ``"sum"``.
     """
     if _is_gathered(logits):
-        own: Any = _switch.own(f"{LOSSES}.masked_ce:MaskedCrossEntropy.forward")
-        result: Tensor = own(self, logits, labels, mask, num_label_tokens, loss_weights)
+        original: Any = _switch.original(f"{LOSSES}.masked_ce:MaskedCrossEntropy.forward")
+        result: Tensor = original(self, logits, labels, mask, num_label_tokens, loss_weights)
         return result
     local, columns = _columns("logits", logits)
-    given = (local,), self, labels, mask, num_label_tokens, loss_weights
-    loss = _loss(vocab_parallel_cross_entropy, *given, **columns)
+    arguments = (local,), self, labels, mask, num_label_tokens, loss_weights
+    loss = _loss(vocab_parallel_cross_entropy, *arguments, **columns)
     return loss.flatten() if self.reduction == "none" else loss
 
 
@@ -68,8 +68,8 @@ def te_parallel_cross_entropy(
     Without a gradient the logits stay as they are, which TransformerEngine's kernel overwrites.
     """
     if _is_gathered(logits):
-        own: Any = _switch.own(f"{LOSSES}.te_parallel_ce:TEParallelCrossEntropy.__call__")
-        result: Tensor = own(self, logits, labels, mask, num_label_tokens)
+        original: Any = _switch.original(f"{LOSSES}.te_parallel_ce:TEParallelCrossEntropy.__call__")
+        result: Tensor = original(self, logits, labels, mask, num_label_tokens)
         return result
     local, columns = _columns("logits", logits, self.tp_group)
     tokens = num_label_tokens if self.reduction == "sum" else None  # as there
@@ -91,8 +91,8 @@ def fused_linear_cross_entropy(
     """
     weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
     options = {"softcap": self.logit_softcapping or None}
-    given = _same_dtype(hidden_states, weight)
-    return _loss(linear_cross_entropy, given, self, labels, None, num_label_tokens, loss_weights, **options)
+    tensors = _same_dtype(hidden_states, weight)
+    return _loss(linear_cross_entropy, tensors, self, labels, None, num_label_tokens, loss_weights, **options)
 
 
 def chunked_cross_entropy(
@@ -113,8 +113,8 @@ def chunked_cross_entropy(
     """
     weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
     options = {"logits_dtype": torch.float32 if logits_dtype == torch.float32 else None}
-    given = _same_dtype(hidden_states.reshape(*labels.shape, -1), weight)
-    return _loss(linear_cross_entropy, given, self, labels, mask, num_label_tokens, loss_weights, **options)
+    tensors = _same_dtype(hidden_states.reshape(*labels.shape, -1), weight)
+    return _loss(linear_cross_entropy, tensors, self, labels, mask, num_label_tokens, loss_weights, **options)
 
 
 def knowledge_distillation(
@@ -127,8 +127,8 @@ def knowledge_distillation(
     Collectives: one all_gather of 20 bytes per token over the ranks that share the vocabulary.
     """
     if _is_gathered(student_logits) or _is_gathered(teacher_logits) or teacher_logits.requires_grad:
-        own: Any = _switch.own(f"{LOSSES}.kd_loss:KDLoss.forward")
-        result: Tensor = own(self, student_logits, teacher_logits, labels, num_batch_labels)
+        original: Any = _switch.original(f"{LOSSES}.kd_loss:KDLoss.forward")
+        result: Tensor = original(self, student_logits, teacher_logits, labels, num_batch_labels)
         return result
     student, columns = _columns("student_logits", student_logits, self.tp_group)
     loss = distillation_loss(
@@ -146,7 +146,7 @@ def knowledge_distillation(
 
 def _loss(
     function: Any,
-    given: tuple[Tensor, ...],
+    tensors: tuple[Tensor, ...],
     module: Any,
     labels: Any,
     mask: Tensor | None,
@@ -159,18 +159,18 @@ def _loss(
     for name, value in {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}.items():
         if value is not None and reduction != "sum":
             raise ValueError(f"{name}: expected reduction='sum' with it, got {reduction!r}")
-    labels = _local(labels).to(given[0].device)
+    labels = _local(labels).to(tensors[0].device)
     if loss_weights is not None and loss_weights.shape != labels.shape:
         raise ValueError(f"loss_weights: expected the shape of labels, {labels.shape}, got {loss_weights.shape}")
     labels = labels.masked_fill(labels == -100, ignored)  # as datasets mark padding
     if mask is not None:
         labels = labels.masked_fill(mask.to(labels.device).reshape(labels.shape) == 0, ignored)
-    of_tokens = given[0].shape[:-1]
-    if labels.numel() == of_tokens.numel():  # packed logits are [1, T, V] with labels [T]
-        labels = labels.reshape(of_tokens)
+    shape = tensors[0].shape[:-1]
+    if labels.numel() == shape.numel():  # packed logits are [1, T, V] with labels [T]
+        labels = labels.reshape(shape)
     weighs = loss_weights is not None
     options |= {"ignore_index": ignored, "reduction": "none" if weighs else reduction}
-    loss: Tensor = function(*given, labels, num_items=None if weighs else num_label_tokens, **options)
+    loss: Tensor = function(*tensors, labels, num_items=None if weighs else num_label_tokens, **options)
     if loss_weights is None:
         return loss
     loss = (loss * loss_weights.to(loss).reshape(loss.shape)).sum()

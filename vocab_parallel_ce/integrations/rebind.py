@@ -74,21 +74,21 @@ class Switch:
         roots = {target.partition(":")[0].partition(".")[0] for target in self.stand_ins}
         if not any(map(importlib.util.find_spec, roots)):
             raise ImportError(f"{self.version}: {' and '.join(roots)} is not installed")
-        found: dict[tuple[Any, str], Rebound] = {}
+        names: dict[tuple[Any, str], Rebound] = {}
         left = {}
         for target, stand_in in self.stand_ins.items():
             try:
                 each = self._looked_up(target, stand_in)
-                found[each.holders[0]] = each  # once, if a class has two names
+                names[each.holders[0]] = each  # once, if a class has two names
             except ImportError as error:
                 left[target] = f"{type(error).__name__}: {error}"
-        if not found:
+        if not names:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
-        rebound = [*found.values()]
-        found_in = _modules_with([old for _, old, _, _ in rebound])
+        rebound = [*names.values()]
+        other_names = _modules_with([old for _, old, _, _ in rebound])
         for _, old, _, holders in rebound:
-            holders += [each for each in found_in.pop(id(old), ()) if each not in found]
+            holders += [each for each in other_names.pop(id(old), ()) if each not in names]
         try:
             for *_, new, holders in rebound:
                 _bind(holders, new)
@@ -111,10 +111,10 @@ class Switch:
                 if vars(owner).get(name) is not new:
                     where = f"{_path(owner)}.{name}"
                     raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
-        found_in = self._found_in()
+        other_names = self._other_names()
         while self._rebound:
             _, old, new, holders = self._rebound.pop()
-            _bind([*holders, *found_in[id(new)]], old)
+            _bind([*holders, *other_names[id(new)]], old)
 
     @contextmanager
     def installed(self) -> Iterator[Report]:
@@ -128,9 +128,9 @@ class Switch:
 
     def report(self) -> Report:
         """Return which names stand for this package's functions now, and what does not, and why."""
-        return self._report([*(holders[0] for *_, holders in self._rebound), *chain(*self._found_in().values())])
+        return self._report([*(holders[0] for *_, holders in self._rebound), *chain(*self._other_names().values())])
 
-    def _found_in(self) -> dict[int, list[tuple[Any, str]]]:
+    def _other_names(self) -> dict[int, list[tuple[Any, str]]]:
         """Return where modules, also those imported since, have what is installed; searches only if something is."""
         return _modules_with([new for _, _, new, _ in self._rebound]) if self._rebound else {}
 
@@ -142,7 +142,7 @@ class Switch:
         """Return what each name stood for."""
         return {each.holders[0][1]: each.old for each in self._rebound}
 
-    def own(self, target: str) -> Any:
+    def original(self, target: str) -> Any:
         """Return the framework's own function that ``target`` names, as in ``stand_ins``, installed or not."""
         for each in self._rebound:
             if each.target == target:
@@ -211,9 +211,9 @@ def _modules_with(values: list[Any]) -> dict[int, list[tuple[Any, str]]]:
     holders: dict[int, list[tuple[Any, str]]] = {id(value): [] for value in values}
     for path, module in [*sys.modules.items()]:
         if path.partition(".")[0] != PACKAGE:
-            for name, found in [*getattr(module, "__dict__", {}).items()]:
-                if id(found) in holders:
-                    holders[id(found)].append((module, name))
+            for name, value in [*getattr(module, "__dict__", {}).items()]:
+                if id(value) in holders:
+                    holders[id(value)].append((module, name))
     return holders
 
 

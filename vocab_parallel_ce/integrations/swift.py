@@ -81,10 +81,10 @@ def jsd_loss(
     is_sharded = functions == _functions(SHARDS, "vocab_parallel_log_softmax", "vocab_parallel_kl_div")
     is_whole = functions in ((None, None), _functions(GKD, "default_log_softmax", "default_kl_div"))
     if t_logits.requires_grad or not (is_sharded or is_whole):
-        own: Any = _switch.own(f"{GKD}:jsd_loss")
-        given = {"log_softmax_fn": log_softmax_fn, "kl_div_fn": kl_div_fn}
-        given = {name: function for name, function in given.items() if function is not None}
-        result: Tensor = own(s_logits, t_logits, beta, chunk_size=chunk_size, **given)
+        original: Any = _switch.original(f"{GKD}:jsd_loss")
+        keywords = {"log_softmax_fn": log_softmax_fn, "kl_div_fn": kl_div_fn}
+        keywords = {name: function for name, function in keywords.items() if function is not None}
+        result: Tensor = original(s_logits, t_logits, beta, chunk_size=chunk_size, **keywords)
         return result
     divergence: dict[str, Any] = {"divergence": "js", "beta": beta}
     if beta in (0, 1):

@@ -79,7 +79,7 @@ def parallel_cross_entropy(
     checks.check_bool("overwrite_input", overwrite_input)
     loss = vocab_parallel_cross_entropy(
         inp,
-        _of_rows(target, inp),
+        _row_targets(target, inp),
         group=dist_process_group,
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
@@ -89,7 +89,7 @@ def parallel_cross_entropy(
     return loss.reshape(1) if reduce_loss else loss
 
 
-def _of_this_version(function: Function) -> Function:
+def _called_as_installed(function: Function) -> Function:
     """Decorate a step of the pair: a call in the form of another version gets an error that says so."""
     signature = inspect.signature(function)
 
@@ -110,7 +110,7 @@ def _of_this_version(function: Function) -> Function:
 
 
 @public(eager_if=lambda keywords: True)
-@_of_this_version
+@_called_as_installed
 @torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor, target: Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int
@@ -130,21 +130,21 @@ def cross_entropy_forward(
         >>> grad
         tensor([[ 0.2500, -0.7500,  0.2500,  0.2500]])
     """
-    target = _of_rows(target, _input)
+    target = _row_targets(target, _input)
     settings = Settings(
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
         reduction=_reduction(reduce_loss),
         gradient="in_forward",
     )
-    given, group = Labels(target), process_group_of(dist_process_group)
-    call, targets = plan_call(LABELS, _input, given, settings, group)
+    targets, group = Labels(target), process_group_of(dist_process_group)
+    call, targets = plan_call(LABELS, _input, targets, settings, group)
     outputs, grad = run.forward_in_place(call, _input, targets, target.shape)
     return outputs.loss, grad
 
 
 @public(eager_if=lambda keywords: True)
-@_of_this_version
+@_called_as_installed
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Second step of the pair: scale, in place, and return the gradient that :func:`cross_entropy_forward` returned.
@@ -193,7 +193,7 @@ def _frames_of_ours() -> int:
     return level
 
 
-def _of_rows(target: Any, logits: Any) -> Any:
+def _row_targets(target: Any, logits: Any) -> Any:
     """Return a flattened ``target [N]`` in the shape of the rows of ``logits [..., C]``."""
     if not (isinstance(target, Tensor) and isinstance(logits, Tensor)) or target.dim() != 1 or logits.dim() < 3:
         return target

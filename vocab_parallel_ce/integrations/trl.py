@@ -133,7 +133,7 @@ class _Core:
         outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ) -> tuple[Tensor | None, ...]:
         """Return log_probs, entropy, log_sum_sq_probs, mean_logits and is_top1, each ``[N]``, or None if not asked."""
-        asked = [OWN_NAMES.get(name, name) for name in outputs if name != "log_probs"]
+        requested = [OWN_NAMES.get(name, name) for name in outputs if name != "log_probs"]
         scales: dict[str, Any] = {
             "softcap": final_logit_softcapping,
             "logit_scale": logit_scale,
@@ -145,28 +145,28 @@ class _Core:
         if not stays_cut:
             weight, bias = _gathered(weight), _gathered(bias)
         if reason:
-            given = hidden, weight, bias, targets, temperature, chunk_size
-            return _originals["_ChunkedLogProbFunction"].apply(*given, final_logit_softcapping, logit_scale, outputs)
+            tensors = hidden, weight, bias, targets, temperature, chunk_size
+            return _originals["_ChunkedLogProbFunction"].apply(*tensors, final_logit_softcapping, logit_scale, outputs)
         if not torch.is_autocast_enabled(hidden.device.type):  # which casts the products alone
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
         group = weight.device_mesh.get_group(TP) if stays_cut else None
         # lse costs nothing, and makes the result a record also if nothing else is asked for.
-        found: Any = linear_token_log_probs(
+        record: Any = linear_token_log_probs(
             hidden,
             weight,
             targets,
             bias=bias,
             group=group,
-            outputs=("lse", *asked),
+            outputs=("lse", *requested),
             **scales,
             keep_logits=kept_logits(),
         )
         # As TRL's own, these two have no gradient.
-        sums, mean = (None if t is None else t.detach() for t in (found.sum_sq_probs, found.mean_logit))
+        sums, mean = (None if t is None else t.detach() for t in (record.sum_sq_probs, record.mean_logit))
         is_top1 = None
-        if found.predictions is not None:
-            is_top1 = (found.predictions == targets) & (found.predictions >= 0)
-        return found.log_probs, found.entropy, None if sums is None else sums.log(), mean, is_top1
+        if record.predictions is not None:
+            is_top1 = (record.predictions == targets) & (record.predictions >= 0)
+        return record.log_probs, record.entropy, None if sums is None else sums.log(), mean, is_top1
 
 
 _STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}

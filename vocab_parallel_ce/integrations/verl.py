@@ -116,7 +116,7 @@ class FusedLinearForPPO(torch.nn.Module):
         package's.
         """
         labels = input_ids.to(torch.int64)
-        found: Any = linear_token_log_probs(
+        outputs: Any = linear_token_log_probs(
             hidden_states,
             vocab_weights,
             labels,
@@ -124,7 +124,7 @@ class FusedLinearForPPO(torch.nn.Module):
             outputs=("entropy",),
             keep_logits=kept_logits(),
         )
-        return found.log_probs, found.entropy.to(hidden_states.dtype)
+        return outputs.log_probs, outputs.entropy.to(hidden_states.dtype)
 
 
 def linear_cross_entropy(
@@ -158,7 +158,7 @@ def linear_cross_entropy(
     checks.check_choice("reduction", reduction, REDUCTIONS)
     tokens, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
     is_whole, labels = group is None, labels.reshape(-1)
-    found: Any = linear_token_log_probs(
+    outputs: Any = linear_token_log_probs(
         tokens,
         weight,
         labels,
@@ -169,10 +169,10 @@ def linear_cross_entropy(
         reduce_hidden_grad=is_whole,
         keep_logits=kept_logits(),
     )
-    log_probs = found.log_probs
+    log_probs = outputs.log_probs
     if reduction != "none":
         log_probs = log_probs.sum() if reduction == "sum" else log_probs.mean()
-    return log_probs, found.entropy
+    return log_probs, outputs.entropy
 
 
 _MEGATRON = "verl.utils.megatron.tensor_parallel"

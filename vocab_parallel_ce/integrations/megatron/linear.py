@@ -36,7 +36,7 @@ class ModelCall:
     def lazy_output_layer(self) -> Iterator[None]:
         """Let the output layer return lazy logits. Its hooks run, and see them."""
         layer = self.model.output_layer
-        own = layer.forward
+        original = layer.forward
 
         def forward(
             input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -51,7 +51,7 @@ class ModelCall:
             gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
             if gathers and layer.tp_group.size() > 1:
                 calls["logits gathered over the ranks"] += 1
-                return own(input_, weight, runtime_gather_output)
+                return original(input_, weight, runtime_gather_output)
             return HeadCall(self, input_, weight).lazy_logits(), None
 
         forward.is_lazy = True  # type: ignore[attr-defined]
@@ -134,14 +134,14 @@ def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keyword
         keywords["gradient"] = "in_forward"
         keywords["expected_grad_output"] = expected.transpose(0, 1)
     keywords["main_grad"] = head.main_grad()
-    given = head.hidden, head.weight, target
+    tensors = head.hidden, head.weight, target
     head.check_unchanged(freed=False)
     with head.modes.autocasting():
         if labels is head.call.labels:
-            loss = linear_cross_entropy(*given, **keywords)
+            loss = linear_cross_entropy(*tensors, **keywords)
         else:  # Megatron counts which tokens multi-token prediction has right
-            found: Any = linear_cross_entropy(*given, outputs=("predictions",), **keywords)
-            loss, head.predictions = found.loss, found.predictions
+            outputs: Any = linear_cross_entropy(*tensors, outputs=("predictions",), **keywords)
+            loss, head.predictions = outputs.loss, outputs.predictions
     head.is_fused = True
     calls[f"linear loss, gradients in {'backward' if expected is None else 'forward'}"] += 1
     return loss
@@ -174,13 +174,13 @@ def with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        layer, labels = getattr(self, "output_layer", None), given.get("labels")
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        layer, labels = getattr(self, "output_layer", None), arguments.get("labels")
         if labels is None or layer is None or hasattr(layer.forward, "is_lazy"):
             return original(self, *args, **kwargs)
         if "forward" in vars(layer):
             raise ValueError("output_layer: has a forward of its own, which the linear loss would skip")
-        call = ModelCall(self, labels, given.get("loss_mask"), given.get("packed_seq_params"))
+        call = ModelCall(self, labels, arguments.get("loss_mask"), arguments.get("packed_seq_params"))
         with call.lazy_output_layer():
             return original(self, *args, **kwargs)
 

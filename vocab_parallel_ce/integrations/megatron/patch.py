@@ -47,7 +47,7 @@ OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
 
 _switch = Switch("Megatron-Core 0.16 to 0.19", LOSSES, calls=losses.calls)
-_asked: dict[str, Any] = {}  # of install(); empty: nothing is installed
+_installed: dict[str, Any] = {}  # of install(); empty: nothing is installed
 
 
 def install(*, linear: bool = False, **options: Any) -> Report:
@@ -79,15 +79,15 @@ def install(*, linear: bool = False, **options: Any) -> Report:
     check_choice("gradient", settings.gradient, known)
     if linear:
         check_head_settings(settings._replace(gradient="auto"), head_settings)
-    asked = {"linear": linear, **options}
-    if _asked:
-        if asked != _asked:
-            raise ValueError(f"megatron: is installed with {_asked}, got {asked}; uninstall() first")
+    requested = {"linear": linear, **options}
+    if _installed:
+        if requested != _installed:
+            raise ValueError(f"megatron: is installed with {_installed}, got {requested}; uninstall() first")
         return report()
     importlib.import_module(LANGUAGE_MODULE)
     _switch.stand_ins, _switch.left = (LOSSES | LINEAR, LEFT_OF_LINEAR) if linear else (LOSSES, LEFT)
     _switch.install()
-    _asked.update(asked)
+    _installed.update(requested)
     for name, value in options.items():
         (losses.head_options if linear and name in OF_THE_HEAD else losses.options)[name] = value
     if losses.head_options.get("gradient") == "in_backward":  # of logits that name is "overwrite them"
@@ -104,7 +104,7 @@ def uninstall() -> None:
         RuntimeError: something else replaced one of them since; nothing is changed.
     """
     _switch.uninstall()
-    _asked.clear()
+    _installed.clear()
     losses.options.clear()
     losses.head_options.clear()
 
@@ -112,7 +112,7 @@ def uninstall() -> None:
 @contextlib.contextmanager
 def installed(**options: Any) -> Iterator[Report]:
     """Do :func:`install` with ``options``, and :func:`uninstall` at the end of the ``with`` block."""
-    was_installed = bool(_asked)
+    was_installed = bool(_installed)
     try:
         yield install(**options)
     finally:

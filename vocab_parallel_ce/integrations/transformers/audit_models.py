@@ -40,8 +40,10 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
     if target is not None:
         owner = owner_of(target)
         is_class = isinstance(owner, type)
-        own = Counter[str]() if is_class else calls_inside(owner)
-        return dict(sum((calls.get(cls, Counter()) for cls in (owner if is_class else type(owner)).__mro__), own))
+        calls_here = Counter[str]() if is_class else calls_inside(owner)
+        return dict(
+            sum((calls.get(cls, Counter()) for cls in (owner if is_class else type(owner)).__mro__), calls_here)
+        )
     from vocab_parallel_ce.integrations.transformers.tiny import class_names
 
     return {name: audit_class(name, mechanism) for name in class_names()}
@@ -66,9 +68,9 @@ def audit_class(name: str, mechanism: str) -> dict[str, str]:
     except ValueError as error:
         return _verdict("declined", str(error).partition("cannot be rewritten: ")[2])
     try:
-        found = step(model, inputs)
+        outcome = step(model, inputs)
         reasons = [event for event in calls[model] if event not in ("fused", "logits made after the call")]
-        difference = differs(found, expected)
+        difference = differs(outcome, expected)
     except Exception as error:
         return _verdict("failed", _first_line(error))
     finally:
@@ -97,20 +99,20 @@ def step(model: Any, inputs: dict[str, Any], seed: int = 0) -> Outcome:
     return Outcome(outputs.loss.detach(), gradients, outputs.logits.detach())
 
 
-def differs(found: Outcome, expected: Outcome) -> str | None:
+def differs(outcome: Outcome, expected: Outcome) -> str | None:
     """Name what of an outcome is not as expected, or return None."""
-    if not torch.equal(found.logits, expected.logits):
+    if not torch.equal(outcome.logits, expected.logits):
         return "other logits"
-    if not torch.allclose(found.loss, expected.loss, rtol=1e-5, atol=0.0):
-        return f"loss {found.loss.item()} instead of {expected.loss.item()}"
+    if not torch.allclose(outcome.loss, expected.loss, rtol=1e-5, atol=0.0):
+        return f"loss {outcome.loss.item()} instead of {expected.loss.item()}"
     whole = [grad for grad in expected.gradients.values() if grad is not None and grad.numel()]
     largest = max((grad.abs().max().item() for grad in whole), default=0.0)
     for name, grad in expected.gradients.items():
-        own = found.gradients[name]
-        if (own is None) != (grad is None):
-            return f"{name}: {'no' if own is None else 'a'} gradient"
-        if own is not None and grad is not None and grad.numel():
-            error = (own - grad).abs().max().item()
+        gradient = outcome.gradients[name]
+        if (gradient is None) != (grad is None):
+            return f"{name}: {'no' if gradient is None else 'a'} gradient"
+        if gradient is not None and grad is not None and grad.numel():
+            error = (gradient - grad).abs().max().item()
             if not error <= TOLERANCE * grad.abs().max().item() + 1e-7 * largest:
                 return f"{name}: gradient differs by {error:.2g} of {grad.abs().max().item():.2g}"
     return None

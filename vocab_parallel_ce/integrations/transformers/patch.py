@@ -186,7 +186,7 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: A
             reason = TRACED if torch._C._is_tracing() else NO_HEAD
             return _counted(original, reason, self, args, kwargs)
         with _call_with_labels(self), lazy_head(self, options) as record:
-            outputs = original(self, *args, **_of_no_items(kwargs))
+            outputs = original(self, *args, **_without_items(kwargs))
         record.end()
         return outputs
 
@@ -204,17 +204,17 @@ def _rewritten(original: Callable[..., Any], options: dict[str, Any], owner: Any
         if torch.compiler.is_dynamo_compiling():
             if not is_labelled and self.training and torch.is_grad_enabled():
                 note_compiled(WITHOUT_LABELS)
-            return rewritten(self, *args, **_of_no_items(kwargs))
+            return rewritten(self, *args, **_without_items(kwargs))
         if not is_labelled:
             _note_without_labels(self)
             return rewritten(self, *args, **kwargs)
         with _call_with_labels(self):
-            return rewritten(self, *args, **_of_no_items(kwargs))
+            return rewritten(self, *args, **_without_items(kwargs))
 
     return forward
 
 
-def _of_no_items(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_items(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``kwargs`` that give the loss of no items, 0 / 0, the value 0: with infinity for ``num_items_in_batch`` 0.
 
     The model's own loss function divides by it, and on a GPU nobody may look at it.
@@ -294,9 +294,9 @@ def _noting_compiled(owner: Any) -> Callable[[str], None]:
     reference = weakref.ref(owner)
 
     def note(event: str) -> None:
-        found = reference()
-        if found is not None:
-            note_unfused(found, event)
+        target = reference()
+        if target is not None:
+            note_unfused(target, event)
 
     # What torch.compiler.assume_constant_result does, which imports the compiler.
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -216,12 +216,12 @@ def _compile(source: str, old: FunctionType, injected: list[str], filename: str)
     # The class makes super() and names such as self.__secret mean what they meant.
     in_class = bool(path) and path[-1] != "<locals>"
     outer.body = [ast.ClassDef(path[-1], [], [], [definition], [])] if in_class else [definition]
-    own_name = path[-1] if in_class else definition.name
-    if own_name not in old.__code__.co_freevars:
-        outer.body.insert(0, ast.Global([own_name]))
+    function_name = path[-1] if in_class else definition.name
+    if function_name not in old.__code__.co_freevars:
+        outer.body.insert(0, ast.Global([function_name]))
     flags = old.__code__.co_flags & _FUTURE
     code = compile(ast.fix_missing_locations(factory), filename, "exec", flags=flags, dont_inherit=True)
-    return next(found for found in _codes(code) if found.co_name == definition.name)
+    return next(each for each in _codes(code) if each.co_name == definition.name)
 
 
 def _fingerprint(code: CodeType) -> tuple[object, ...]:

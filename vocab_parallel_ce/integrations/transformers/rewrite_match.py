@@ -133,11 +133,11 @@ def _loss_arguments(call: ast.Call) -> tuple[str, list[ast.keyword]]:
         raise NotUnderstood(f"loss: expected (logits, labels, vocab_size, **kwargs), got {_quote(call)}")
     positional = zip(("logits", "labels", "vocab_size"), call.args, strict=False)
     keywords = [*(ast.keyword(name, value) for name, value in positional), *call.keywords]
-    given = {keyword.arg: keyword.value for keyword in keywords}
-    logits = given.get("logits")
+    values = {keyword.arg: keyword.value for keyword in keywords}
+    logits = values.get("logits")
     if not isinstance(logits, ast.Name):
         raise NotUnderstood(f"read or changed logits: expected a name in {_quote(call)}")
-    if not _is(given.get("labels"), "labels"):
+    if not _is(values.get("labels"), "labels"):
         raise NotUnderstood(f"aliased labels: the loss is not taken of `labels` itself in {_quote(call)}")
     others = [keyword for keyword in keywords if keyword.arg not in ("logits", "labels")]
     if any(_reads_or_binds(keyword.value, logits.id) for keyword in others):
@@ -298,7 +298,7 @@ def _method_of(node: ast.AST) -> str | None:
 
 def _names_in(node: ast.AST) -> list[ast.Name]:
     """Return every plain name in ``node``."""
-    return [found for found in ast.walk(node) if isinstance(found, ast.Name)]
+    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
 
 
 def _quote(node: ast.AST) -> str:
@@ -322,7 +322,7 @@ def _target(statement: ast.stmt) -> str | None:
 
 
 def _reads_or_binds(node: ast.AST, name: str) -> bool:
-    return any(found.id == name for found in _names_in(node))
+    return any(each.id == name for each in _names_in(node))
 
 
 def _is_bound(name: ast.Name) -> bool:

@@ -116,9 +116,9 @@ def _checked_head(model: Any, mesh: Any) -> Any:
 
 def _tied_embedding(model: Any, head: nn.Linear) -> nn.Embedding | None:
     """Return the input embedding if it shares the weight of the head, and nothing else shares its parameters."""
-    own = set(head.parameters())
+    parameters = set(head.parameters())
     others = [(name, module) for name, module in model.named_modules() if module is not head]
-    sharing = [(name, module) for name, module in others if own & set(module.parameters(recurse=False))]
+    sharing = [(name, module) for name, module in others if parameters & set(module.parameters(recurse=False))]
     if not sharing:
         return None
     embedding = model.get_input_embeddings()
