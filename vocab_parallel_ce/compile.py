@@ -249,13 +249,15 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
-    plan, like, targets, divisor = call.fake_plan(), call.inputs[0], call.targets, None
-    outputs = run.new_outputs(plan, call.shape, like)
+    like, targets, divisor = call.inputs[0], call.targets, None
     if call.head is None:
         tokens = Tokens(like, "logits", call.shape)
         checks.check_logits(like)
         check(targets, tokens, call.settings)
         call.loss.check(targets, tokens, call.settings)
+    plan = call.fake_plan()
+    outputs = run.new_outputs(plan, call.shape, like)
+    if call.head is None:
         stats, count = run.local_statistics(plan, like, targets)
         if plan.mean_over:
             divisor = run.divisor_of(plan, targets, stats) if count is None else count

@@ -70,25 +70,27 @@ class PlanKey(NamedTuple):
     class_weight: bool = False  # whether there is one
 
 
-# Of calls over logits that were checked, by their keys.
+# Of calls over logits that were checked, by their keys. Calls of other shapes share what `_cached_plan` has made.
 _plans: dict[tuple[Any, ...], Plan] = {}
 MOST_PLANS = 1024
 
 
 def call_key(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Any:
-    """Return what the checks and the plan of a call over logits depend on: all except values and memory."""
-    kinds = [
-        None if t is None else (type(t), t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous())
-        for t in (logits, *targets)
-    ]
+    """Return what the checks and the plan of a call over logits depend on; None if there is another kind of tensor."""
+    kinds: list[Any] = []
+    for t in (logits, *targets):
+        if t is None:
+            kinds.append(None)
+        elif type(t) is Tensor or type(t) is torch.nn.Parameter:
+            kinds.append((t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous()))
+        else:
+            return None
     mode: Any = settings.gradient
     if mode == "auto":
         mode = may_overwrite(logits)
     elif mode == "in_forward":
         mode = begins_at_a_boundary(logits), is_view_in_graph(logits)
-    size = settings.vocab_size
-    types = (*map(type, settings), *map(type, size)) if isinstance(size, VocabShard) else tuple(map(type, settings))
-    return loss, settings, types, position, torch.is_grad_enabled(), mode, *kinds
+    return loss, settings, types_of(settings), position, torch.is_grad_enabled(), mode, *kinds
 
 
 def plan_call(
@@ -104,11 +106,11 @@ def plan_call(
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
     checks.check_no_transforms(logits, *targets)
-    position = (0, 1) if group is None else group_position(group)
+    position = group_position(group)
     try:
         key = call_key(loss, logits, targets, settings, position)
-        plan = _plans.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # no plain tensor, or no hash: the checks say so by name
+        plan = None if key is None else _plans.get(key)
+    except (RuntimeError, TypeError):  # a layout without strides, or a setting without a hash: the checks name it
         key = plan = None
     if plan is None:
         plan = checked_plan(loss, logits, targets, settings, position)
@@ -118,7 +120,7 @@ def plan_call(
             _plans[key] = plan
     check_not_overwritten(logits)
     local_targets = targets
-    if loss.reads_in_place or not plan.takes_targets:
+    if not plan.takes_targets:
         tokens = Tokens(logits, "logits", logits.shape[:-1])
         check_memory(targets, tokens, settings)
         local_targets = local(targets, tokens, settings, plan)

@@ -55,7 +55,10 @@ class Role:
         self.name = name
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        """Raise unless a target of the caller's fits the tokens and the settings."""
+        """Raise unless a target of the caller's fits the tokens and the settings.
+
+        By its shape, dtype, device and layout alone: it is not asked again for another call that is alike.
+        """
         raise NotImplementedError
 
     def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
@@ -209,14 +212,13 @@ class HeadStates(HeadRows):
 ROLES: dict[Any, tuple[tuple[str, str, Role, bool], ...]] = {}
 
 
-def register(kind: Any) -> bool:
-    """Find the roles of a NamedTuple of targets. Return whether one is read where it lies."""
+def register(kind: Any) -> None:
+    """Find the roles of a NamedTuple of targets."""
     roles = []
     for field, hint in get_type_hints(kind, include_extras=True).items():
         role = next(each for each in get_args(hint) if isinstance(each, Role))
         roles.append((field, role.name or field, role, field in kind._field_defaults))
     ROLES[kind] = tuple(roles)
-    return any(type(role).check_memory is not Role.check_memory for _, _, role, _ in roles)
 
 
 def passed(targets: Any) -> Iterator[tuple[str, Tensor, Role]]:

@@ -219,6 +219,19 @@ def test_an_equal_value_of_another_type_is_refused_before_and_after_the_right_on
         vocab_parallel_cross_entropy(*CALL, **right)
 
 
+def test_a_tensor_of_another_library_is_checked_in_every_call():
+    """What it is may be said by the tensor, not by its type."""
+
+    class Wrapper(torch.Tensor):
+        pass
+
+    plain, part = (CALL[0].as_subclass(Wrapper) for _ in range(2))
+    part.placements = ("Shard",)
+    vocab_parallel_cross_entropy(plain, CALL[1])
+    with pytest.raises(TypeError, match="^logits: expected this rank's part as a plain torch.Tensor"):
+        vocab_parallel_cross_entropy(part, CALL[1])
+
+
 def test_fields_of_a_shard_may_be_numpy_integers():
     shard = VocabShard(*map(numpy.int64, (0, 12, 11)))
     loss = vocab_parallel_cross_entropy(*CALL, vocab_size=shard)

@@ -198,3 +198,13 @@ def test_options_without_an_operator_hold_where_the_compiler_skips_the_outermost
     ids = torch.compile(step, backend="eager")(logits, x.hidden)
     assert torch.equal(ids, top_k(logits, 2)[0])
     assert main_grad.any()
+
+
+@pytest.mark.reference
+def test_logits_without_rows_are_refused_by_name():
+    torch._dynamo.reset()
+    x = test_compile.inputs()
+    logits = (x.hidden @ x.weight.t()).detach()[0]
+    step = torch.compile(vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"logits: expected shape \[..., C\] with rows, got"):
+        step(logits, x.labels[0])

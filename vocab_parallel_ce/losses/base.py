@@ -59,7 +59,6 @@ class Loss:
 
     Targets: type  # a NamedTuple of tensors, whose roles ``targets`` reads
     HeadTargets: type  # those of a head, if they are others
-    reads_in_place: bool  # whether a target is read where it lies, in backward too
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class Loss:
         self.name = kind.__module__.rpartition(".")[2]
         self.HeadTargets = getattr(kind, "HeadTargets", kind.Targets)
         register(self.HeadTargets)
-        self.reads_in_place = register(self.Targets)
+        register(self.Targets)
         other = type(LOSSES.setdefault(self.name, self))
         if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ValueError(
@@ -75,7 +74,10 @@ class Loss:
             )
 
     def check(self, targets: Any, tokens: Tokens, settings: Settings) -> None:
-        """Raise unless the caller's targets fit each other and the settings; ``targets.check`` looks at each alone."""
+        """Raise unless the caller's targets fit each other and the settings; ``targets.check`` looks at each alone.
+
+        By shapes, dtypes and settings, not by values: it is not asked again for another call that is alike.
+        """
 
     def in_order(self, targets: Any, order: Any, settings: Settings) -> Any:
         """Return local targets of a head in the order of its rows, a ``TokenOrder``."""

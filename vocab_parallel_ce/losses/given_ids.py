@@ -50,6 +50,9 @@ class RowColumns(RowIds):
             expected = f"{tuple(tokens.shape)} and k given ids"
             raise ValueError(f"labels: shape must be {expected}, got {tuple(target.shape)}")
 
+    def is_local(self, target: Tensor, settings: Settings) -> bool:
+        return False
+
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         shard = plan.shard
         if settings.check_labels:
