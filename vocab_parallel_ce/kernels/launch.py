@@ -100,10 +100,8 @@ class Variant(NamedTuple):
     def of(cls, compiled: Any) -> Variant:
         """Return what Triton's launcher in Python calls for a kernel without hooks and without memory of its own."""
         run, metadata, nothing = compiled.run, compiled.packed_metadata, (None, None)
-        start, stream = (
-            (compiled.function, run.launch_cooperative_grid, run.launch_pdl),
-            driver.active.get_current_stream,
-        )
+        start = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        stream = driver.active.get_current_stream
         if not hasattr(run, "kernel_signature"):  # Triton 3.6
             return cls(run.launch, (*start, *nothing, metadata, None, *nothing), False, stream, compiled)
         types = run.arg_annotations, run.kernel_signature
