@@ -94,6 +94,7 @@ class LossOptions(NamedTuple):
     lse: bool = False
     sum_sq_probs: bool = False
     mean_logit: bool = False
+    negated: bool = False  # log-probabilities: 0 - loss
     # Of rows, [N, 1], in a kernel of one; never in a plan.
     temperature: Any = None  # t
     threshold: Any = None  # smaller logits are excluded, as if they were -inf
@@ -240,7 +241,8 @@ def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions 
         value = value + stats.target_weight * (options.z_loss * (stats.row_max + log_sum) ** 2)
     elif options.z_loss:
         value = value + options.z_loss * (stats.row_max + log_sum) ** 2
-    return _at_the_edges(value, labels, vocab_size, options)
+    value = _at_the_edges(value, labels, vocab_size, options)
+    return 0.0 - value if options.negated else value  # not -value: an ignored row has no -0
 
 
 def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
@@ -305,7 +307,8 @@ def gradient(
         p = p * weight
     if options.z_loss:
         grad = grad + p * (2 * options.z_loss * (stats.row_max + log_sum_exp(stats))).unsqueeze(-1)
-    return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
+    grad = _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
+    return -grad if options.negated else grad
 
 
 def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:

@@ -106,10 +106,9 @@ def loss_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
 
 def log_probs_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
     """Return the log-probabilities, or the record of all that was asked for."""
-    log_probs = torch.rsub(outputs.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
     if not settings.outputs:
-        return log_probs
-    return Outputs(log_probs=log_probs, **_others(outputs, settings))
+        return outputs.loss
+    return Outputs(log_probs=outputs.loss, **_others(outputs, settings))
 
 
 def _others(outputs: TokenOutputs, settings: Settings) -> dict[str, Any]:

@@ -196,11 +196,13 @@ def linear_token_log_probs(
         tensor([-1.3863, -1.3863])
     """
     requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
+    has_ids = are_given_ids(labels, hidden)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=number,
+        negated=not has_ids,
         reduction="none",
         gradient="in_backward",
         impl=impl,
@@ -210,7 +212,7 @@ def linear_token_log_probs(
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
-    if are_given_ids(labels, hidden):
+    if has_ids:
         check_ids_alone(labels, hidden, outputs, threshold)
         n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
         given_ids.check_not_one_hot(labels, n_rows, settings, group)

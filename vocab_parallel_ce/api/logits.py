@@ -220,11 +220,13 @@ def token_log_probs(
         tensor([1.3863, 1.3863])
     """
     requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
+    has_ids = are_given_ids(labels, logits)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=number,
+        negated=not has_ids,
         reduction="none",
         gradient=gradient,
         impl=impl,
@@ -233,7 +235,7 @@ def token_log_probs(
         outputs=requested,
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    if are_given_ids(labels, logits):
+    if has_ids:
         check_ids_alone(labels, logits, outputs, threshold)
         given_ids.check_not_one_hot(labels, logits.shape[-1] * group_position(group)[1], settings, group)
         return given_ids.log_probs_at(logits, Ids(labels, tensor), settings, group=group)

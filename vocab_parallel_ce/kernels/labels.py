@@ -114,6 +114,12 @@ def merge_ranks(pointers, mask, loss_options):
 
 
 @triton.jit
+def signed(value, loss_options):
+    """Return ``value``, or ``0 - value`` of log-probabilities: an ignored row has no -0."""
+    return value if loss_options.negated is None else 0.0 - value
+
+
+@triton.jit
 def loss(stats, label, vocab_size, loss_options):
     """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
     log_sum = log_sum_exp(stats)
@@ -132,7 +138,7 @@ def loss(stats, label, vocab_size, loss_options):
             value += loss_options.z_loss * lse * lse * stats.target_weight
         else:
             value += loss_options.z_loss * lse * lse
-    return ops.at_the_edges(value, label, vocab_size, loss_options)
+    return signed(ops.at_the_edges(value, label, vocab_size, loss_options), loss_options)
 
 
 @triton.jit
@@ -172,7 +178,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     """
     if grads.loss is not None:
         weight = ops.weighted(tl.load(grads.loss + row * strides.loss), weight)
-    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
+    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), signed(weight, loss_options))
     all_sum = sum_exp(stats)
     inverse_sum = tl.div_rn(1.0, all_sum)
     target_exp = label_exp(stats.row_max, stats.target_logit)

@@ -174,7 +174,7 @@ def option_arguments(options: LossOptions) -> LossOptions:
     """
     values: dict[str, Any] = {name: None if v == getattr(PLAIN, name) else v for name, v in options._asdict().items()}
     values["ignore_index"] = options.ignore_index
-    for flag in ("entropy", "predictions", "class_weight", "lse", "sum_sq_probs", "mean_logit"):
+    for flag in ("entropy", "predictions", "class_weight", "lse", "sum_sq_probs", "mean_logit", "negated"):
         values[flag] = 1 if values[flag] else None
     if options.softcap is not None:
         largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
