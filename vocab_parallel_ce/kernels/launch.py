@@ -180,6 +180,6 @@ def option_arguments(options: LossOptions) -> LossOptions:
         largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
         is_off = largest <= 2e-4  # tanh(a) = a * (1 - a^2 / 3) is a in fp32
         cap = options.softcap
-        own = SmallCap(cap) if cap <= SMALL_CAP else LargeCap(cap, cap)
-        values["softcap"] = None if is_off else own
+        record = SmallCap(cap) if cap <= SMALL_CAP else LargeCap(cap, cap)
+        values["softcap"] = None if is_off else record
     return LossOptions(**values)

@@ -3,8 +3,8 @@
     outputs      merge the ranks, and write the losses; does not read the logits
     gradient     merge the ranks, walk a row of both shards, and write the gradient, over the logits or elsewhere
 
-A loss is an ``Algebra`` of jit functions, in a file of its own: ``targets``, ``divergences``; ``row_statistics`` has
-its statistics. One program of ``outputs`` does 128 rows. A row of a gradient has one program, or several if there are
+A loss is an ``Algebra`` of jit functions, in a file of its own: ``soft_labels``, ``divergences``. ``row_statistics``
+has its statistics. One program of ``outputs`` does 128 rows. A row of a gradient has one program, or several if there are
 few rows. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange seven; 1 K to 256 K
 columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32 factor per row, so the
 gradient is rounded once.
@@ -76,8 +76,8 @@ def load_sums(pointers, mask, loss_options, step):
 @triton.jit
 def summed_ranks(second, rows, ranks, mask, n_rows):
     """Return the two sums of ``rows`` in the second exchange, over axis 0, the ranks."""
-    of_first, of_second = load_sums(second + 2 * (ranks.to(tl.int64) * n_rows + rows), mask, None, 1)
-    return tl.sum(of_first, axis=0), tl.sum(of_second, axis=0)
+    first_sum, second_sum = load_sums(second + 2 * (ranks.to(tl.int64) * n_rows + rows), mask, None, 1)
+    return tl.sum(first_sum, axis=0), tl.sum(second_sum, axis=0)
 
 
 @triton.jit
@@ -115,11 +115,11 @@ def row_outputs_kernel(
         label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
     mask = (ranks < n_ranks) & inside[None, :]
-    found = merged_ranks(stats, rows[None, :], ranks, mask, n_rows, loss_options, LOSS, WIDTH)
+    merged = merged_ranks(stats, rows[None, :], ranks, mask, n_rows, loss_options, LOSS, WIDTH)
     sums = None
     if second is not None:
         sums = summed_ranks(second, rows[None, :], ranks, mask, n_rows)
-    tl.store(loss + rows, output(found, sums, label, divisor, sizes, loss_options, LOSS), inside)
+    tl.store(loss + rows, output(merged, sums, label, divisor, sizes, loss_options, LOSS), inside)
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start", "n_programs"])
@@ -154,7 +154,7 @@ def row_gradient_kernel(
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``[0.0900, 0.1652, -0.2553]``."""
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     ranks = tl.arange(0, RANKS)
-    found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+    merged = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
     sums = None
     if second is not None:
         sums = summed_ranks(second, row, ranks, ranks < n_ranks, n_rows)
@@ -170,10 +170,10 @@ def row_gradient_kernel(
         live &= label != loss_options.ignore_index
         weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
         column = label - shard_start
-    factors = LOSS.factors(found, sums, weight, live, loss_options)
+    factors = LOSS.factors(merged, sums, weight, live, loss_options)
     place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
-    write(place, factors, own, grad_logits, live, begin_tile, step, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
+    pair = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    write(place, factors, pair, grad_logits, live, begin_tile, step, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
     if begin_tile == 0:
         clear_columns(grad_logits, place.begin, sizes.n_valid, sizes.n_columns, LANES)
 

@@ -48,7 +48,7 @@ def add_sums(a, b, loss_options):
 @triton.jit
 def second_of_row(
     place,
-    own,
+    pair,
     stats,
     parts,
     n_parts,
@@ -62,7 +62,7 @@ def second_of_row(
 ):
     """Store a row's two sums of the second exchange at ``pointer``. ``parts``: pointers, or None."""
     zeros = tl.zeros([LANES], tl.float32)
-    both = (own, stats)
+    both = (pair, stats)
     if parts is None:
         sums = walk_parts(place, (zeros, zeros), both, None, LOSS.second, add_sums, HAS_EDGES, LANES, VECTOR, TILES)
     else:
@@ -105,14 +105,14 @@ def row_part_kernel(
         label = tl.load(labels + row).to(tl.int64)
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    pair = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
     if stats is None:
-        lanes = part_of_row(place, begin, own, LOSS.tile, HAS_EDGES, LANES, VECTOR, TILES)
+        lanes = part_of_row(place, begin, pair, LOSS.tile, HAS_EDGES, LANES, VECTOR, TILES)
         LOSS.store(lane_pointers(parts, program, WIDTH, LANES), lanes, loss_options, LANES)
     else:
         ranks = tl.arange(0, RANKS)
-        found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
-        sums = part_of_row(place, begin, (own, found), LOSS.second, HAS_EDGES, LANES, VECTOR, TILES)
+        merged = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+        sums = part_of_row(place, begin, (pair, merged), LOSS.second, HAS_EDGES, LANES, VECTOR, TILES)
         pointers = lane_pointers(parts, program, 2, LANES)
         tl.store(pointers, sums[0])
         tl.store(pointers + LANES, sums[1])
@@ -153,22 +153,22 @@ def row_statistics_kernel(
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
         column = label - shard_start
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
-    at_label = load_logits(logits + own.target, (column >= 0) & (column < n_columns))
+    pair = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    at_label = load_logits(logits + pair.target, (column >= 0) & (column < n_columns))
     lanes = LOSS.empty(at_label, LANES)
     if parts is None:
         lanes = walk_parts(
-            place, lanes, own, loss_options, LOSS.tile, LOSS.merge_lanes, HAS_EDGES, LANES, VECTOR, TILES
+            place, lanes, pair, loss_options, LOSS.tile, LOSS.merge_lanes, HAS_EDGES, LANES, VECTOR, TILES
         )
     else:
         n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
         pointers = lane_pointers(parts, row * n_parts, WIDTH, LANES)
         lanes = merge_parts(pointers, n_parts, lanes, loss_options, LOSS.load, LOSS.merge_lanes, WIDTH, UNROLLED)
-    lanes = walk_edges(place, lanes, own, LOSS.tile, HAS_EDGES, LANES, VECTOR)
-    found = LOSS.merge(lanes, loss_options)
-    LOSS.store(stats + (stats_start + row) * WIDTH, found, loss_options, 1)
+    lanes = walk_edges(place, lanes, pair, LOSS.tile, HAS_EDGES, LANES, VECTOR)
+    merged = LOSS.merge(lanes, loss_options)
+    LOSS.store(stats + (stats_start + row) * WIDTH, merged, loss_options, 1)
     if second is not None:
-        second_of_row(place, own, found, None, 0, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED)
+        second_of_row(place, pair, merged, None, 0, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED)
 
 
 @triton.jit(do_not_specialize=["n_rows", "second_start"])
@@ -200,18 +200,18 @@ def row_second_kernel(
     """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, RANKS)
-    found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+    merged = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
     n_columns = sizes.n_valid
     if labels is not None:
         label = tl.load(labels + row).to(tl.int64)
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    pair = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
     n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
     if parts is not None:
         parts = lane_pointers(parts, row * n_parts, 2, LANES)
     pointer = second + 2 * (second_start + row)
-    second_of_row(place, own, found, parts, n_parts, pointer, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED)
+    second_of_row(place, pair, merged, parts, n_parts, pointer, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED)
 
 
 def statistics(
