@@ -175,14 +175,12 @@ def raise_version(overwritten: Tensor) -> None:
         torch.autograd.graph.increment_version(overwritten)
 
 
-def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
-    """Return outputs as an autograd Function does: a loss alone, or all in a tuple."""
-    if not plan.other_outputs:
-        return outputs.loss
+def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> tuple[Tensor | None, ...]:
+    """Return outputs as an autograd Function does, up to the last that was asked for: a None takes time."""
     if plan.constants:
         ctx.mark_non_differentiable(*[getattr(outputs, name) for name in plan.constants])
-    last = next(reversed(plan.other_outputs))
-    return outputs[: 1 + TokenOutputs._fields.index(last)]  # a None that is returned takes time
+    last = next(reversed(plan.other_outputs), "loss")
+    return outputs[: 1 + TokenOutputs._fields.index(last)]
 
 
 def run_backward(

@@ -204,8 +204,7 @@ def over_logits(
         return losses(loss, logits, targets, settings, group, num_items)
     call, targets = plan_call(loss, logits, targets, settings, group, num_items)
     if torch.is_grad_enabled() and logits.requires_grad:
-        values = OverLogits.apply(logits, targets, call)
-        return TokenOutputs(*values) if call.plan.other_outputs else TokenOutputs(values)
+        return TokenOutputs(*OverLogits.apply(logits, targets, call))
     with torch.no_grad():
         return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
 
@@ -218,8 +217,7 @@ def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSe
         return linear_losses(loss, arguments, settings, head)
     linear, local, targets = plan_linear_call(loss, arguments, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
-        values = OverHead.apply(*local, targets, linear)
-        outputs = TokenOutputs(*values) if linear.call.plan.other_outputs else TokenOutputs(values)
+        outputs = TokenOutputs(*OverHead.apply(*local, targets, linear))
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
             outputs, *_ = loops.forward(linear, local, targets)

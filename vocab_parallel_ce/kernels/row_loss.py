@@ -4,10 +4,10 @@
     gradient     merge the ranks, walk a row of both shards, and write the gradient, over the logits or elsewhere
 
 A loss is an ``Algebra`` of jit functions, in a file of its own: ``soft_labels``, ``divergences``. ``row_statistics``
-has its statistics. One program of ``outputs`` does 128 rows. A row of a gradient has one program, or several if there are
-few rows. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange seven; 1 K to 256 K
-columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32 factor per row, so the
-gradient is rounded once.
+has its statistics. One program of ``outputs`` does 128 rows. A row of a gradient has one program, or several if there
+are few rows. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange seven; 1 K to
+256 K columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32 factor per row, so
+the gradient is rounded once.
 """
 
 from typing import Any, NamedTuple
