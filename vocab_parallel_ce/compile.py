@@ -60,18 +60,18 @@ def losses(
     return _outputs(torch.ops.vocab_parallel_ce.loss_of_logits, loss, [logits], targets, num_items, group, settings)
 
 
-def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+def linear_losses(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Return the outputs of a head and its loss."""
-    (hidden, weight, bias), group, position = given.head, given.group, group_position(given.group)
+    (hidden, weight, bias), group, position = arguments.head, arguments.group, group_position(arguments.group)
     is_symbolic = isinstance(head.chunk_size, torch.SymInt)  # in torch.export: no int to the checks
     check_head_settings(settings, head._replace(chunk_size="auto") if is_symbolic else head)
     if is_dtensor(weight):
-        settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *position))
+        settings = settings._replace(vocab_size=shard_of_dtensor(arguments, settings, *position))
         weight = local_rows("weight", weight, group)
     if bias is not None:
         bias = local_rows("bias", bias, group)
     if isinstance(weight, Tensor) and weight.dim() == 2:
-        weight, bias, given, settings = with_a_row(weight, bias, given, settings, *position)
+        weight, bias, arguments, settings = with_a_row(weight, bias, arguments, settings, *position)
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     gradient = gradient_of(settings, head, autocast or hidden.dtype)
@@ -81,7 +81,7 @@ def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSe
     inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     operator, constants = torch.ops.vocab_parallel_ce.loss_of_head, (autocast, wanted, *values_of_head(head))
-    return _outputs(operator, loss, inputs, given.targets, given.num_items, group, settings, *constants)
+    return _outputs(operator, loss, inputs, arguments.targets, arguments.num_items, group, settings, *constants)
 
 
 def _outputs(
@@ -92,18 +92,18 @@ def _outputs(
     num_items: float | Tensor | None,
     group: Any,
     settings: Settings,
-    *of_head: Any,
+    *head: Any,
 ) -> TokenOutputs:
-    """Return what an operator returns by the names of the outputs."""
+    """Call an operator, and return the outputs by their names."""
     # Here, since the dispatcher makes numbers of bools, and a fake does not see what requires a gradient.
     check_settings(settings, group_position(group)[1])
     for name, target, _ in passed(targets):
         check_requires_no_gradient(name, target)
     divisor = divisor_of(num_items, settings.reduction, inputs[0])
-    constants = loss.name, None if group is None else group.group_name, *values_of(settings), *of_head
-    found = operator(inputs, list(targets), divisor, *constants)
+    constants = loss.name, None if group is None else group.group_name, *values_of(settings), *head
+    values = operator(inputs, list(targets), divisor, *constants)
     names = loss.outputs(loss.options(settings, None, class_weight=False))
-    return TokenOutputs(**dict(zip(("loss", *names), found, strict=False)))
+    return TokenOutputs(**dict(zip(("loss", *names), values, strict=False)))
 
 
 def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
@@ -179,12 +179,12 @@ class Traced(NamedTuple):
 
     @classmethod
     def read(cls, inputs: list[Tensor], targets: Any, num_items: Any, name: str, group: Any, *values: Any) -> Traced:
-        loss, of_head = LOSSES[name], values[N_SETTINGS:]
-        targets = (loss.HeadTargets if of_head else loss.Targets)(*targets)
+        loss, head = LOSSES[name], values[N_SETTINGS:]
+        targets = (loss.HeadTargets if head else loss.Targets)(*targets)
         call = cls(inputs, targets, num_items, loss, group_named(group), settings_of(values[:N_SETTINGS]))
-        if not of_head:
+        if not head:
             return call
-        autocast, wanted, *others = of_head
+        autocast, wanted, *others = head
         return call._replace(autocast=autocast, wanted=tuple(wanted), head=head_of(others))
 
     @property
@@ -212,9 +212,9 @@ class Traced(NamedTuple):
     def plan_head(self) -> tuple[LinearCall, Head, Any]:
         """Plan the call of a head, as under the autocast of the code that was compiled."""
         assert self.head is not None
-        given = Arguments(Head(*self.inputs), self.targets, self.group, self.num_items)
-        with torch.autocast(given.head.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return plan_linear_call(self.loss, given, self.settings, self.head)
+        arguments = Arguments(Head(*self.inputs), self.targets, self.group, self.num_items)
+        with torch.autocast(self.inputs[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return plan_linear_call(self.loss, arguments, self.settings, self.head)
 
 
 def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -222,11 +222,11 @@ def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    given = Traced.read(*arguments)
-    (logits,), settings = given.inputs, given.settings
-    call, targets = plan_call(given.loss, logits, given.targets, settings, given.group, given.num_items)
-    outputs, stats, divisor = run.forward(call, walkable(logits), targets, given.shape)
-    count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
+    traced = Traced.read(*arguments)
+    (logits,), settings = traced.inputs, traced.settings
+    call, targets = plan_call(traced.loss, logits, traced.targets, settings, traced.group, traced.num_items)
+    outputs, stats, divisor = run.forward(call, walkable(logits), targets, traced.shape)
+    count = divisor if settings.reduction == "mean" else None  # an operator must not return one of its arguments
     return _present([*outputs, *stats, count])
 
 
@@ -271,20 +271,20 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 
 def _gradient(stats: list[Tensor], grads: list[Tensor | None], *arguments: Any) -> list[Tensor]:
-    given = Traced.read(*arguments)
-    (logits,), settings = given.inputs, given.settings._replace(check_labels=False)
-    call, targets = plan_call(given.loss, logits, given.targets, settings, given.group)
+    traced = Traced.read(*arguments)
+    (logits,), settings = traced.inputs, traced.settings._replace(check_labels=False)
+    call, targets = plan_call(traced.loss, logits, traced.targets, settings, traced.group)
     source, grad = source_and_new(logits)
-    run.write_gradient(call.plan, source, targets, tuple(stats), given.num_items, GradOutputs(*grads), grad)
+    run.write_gradient(call.plan, source, targets, tuple(stats), traced.num_items, GradOutputs(*grads), grad)
     return [grad]
 
 
 def _gradient_of_head(stats: list[Tensor], grads: list[Tensor | None], *arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
     linear, local_head, targets = call.plan_head()
-    of_rows = tuple(each[:, : linear.n_rows] for each in stats)
+    row_stats = tuple(each[:, : linear.n_rows] for each in stats)
     with torch.autocast(local_head.hidden.device.type, enabled=False):
-        gradients = loops.backward(linear, local_head, targets, of_rows, call.wanted, GradOutputs(*grads))
+        gradients = loops.backward(linear, local_head, targets, row_stats, call.wanted, GradOutputs(*grads))
     return _present(_like_inputs(gradients, call))
 
 
@@ -304,7 +304,7 @@ def _new_gradients(call: Traced) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     call = Traced.read(*inputs)
-    plan, (given, targets, num_items, *ctx.constants) = call.fake_plan(), inputs
+    plan, (tensors, targets, num_items, *ctx.constants) = call.fake_plan(), inputs
     ctx.call = call._replace(inputs=[], targets=None, num_items=None)
     ctx.names, ctx.nothing = ("loss", *plan.other_outputs), [_nothing(each) for each in inputs]
     outputs, others = zip(ctx.names, output, strict=False), output[len(ctx.names) :]
@@ -316,9 +316,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         saved: Any = others[:n], others[n:]
     else:
         n = len(plan.launchers.widths)
-        saved = others[:n], given, targets, others[n] if others[n:] else num_items
-    tensors, ctx.structure = pytree.tree_flatten(saved)
-    ctx.save_for_backward(*tensors)
+        saved = others[:n], tensors, targets, others[n] if others[n:] else num_items
+    leaves, ctx.structure = pytree.tree_flatten(saved)
+    ctx.save_for_backward(*leaves)
 
 
 def _nothing(argument: Any) -> Any:
@@ -341,8 +341,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         operators = torch.ops.vocab_parallel_ce
         operator = operators.loss_of_logits_gradient if ctx.call.head is None else operators.loss_of_head_gradient
         gradients = operator(first, list(GradOutputs(**used)), *saved, *ctx.constants)
-    found, (inputs, *others) = iter(gradients), ctx.nothing
-    return [next(found) if is_wanted else None for is_wanted in ctx.call.wanted[: len(inputs)]], *others
+    each, (inputs, *others) = iter(gradients), ctx.nothing
+    return [next(each) if is_wanted else None for is_wanted in ctx.call.wanted[: len(inputs)]], *others
 
 
 def define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) -> None:

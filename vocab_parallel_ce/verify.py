@@ -123,12 +123,12 @@ def members(values: Iterable[Any]) -> Iterator[Any]:
 def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return ``function(*args, **kwargs)``, run in an open call. It is a public function or a forward."""
     try:
-        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
     except TypeError:  # the call below raises it
-        given = kwargs
-    module = given.get("self")
-    group = given.get("group", given.get("dist_process_group")) if module is None else module.group
-    device = next((value.device for value in members(given.values()) if isinstance(value, Tensor)), None)
+        arguments = kwargs
+    module = arguments.get("self")
+    group = arguments.get("group", arguments.get("dist_process_group")) if module is None else module.group
+    device = next((value.device for value in members(arguments.values()) if isinstance(value, Tensor)), None)
     with open_call(process_group_of(group), device):
         return function(*args, **kwargs)
 
@@ -173,18 +173,21 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     is_valid = None if labels is None else labels.long() != options["ignore_index"]
     if is_valid is not None and is_valid.dim() == first.dim():  # k ids of each token
         is_valid = is_valid.any(dim=-1)
-    of_columns = "weight" if "weight" in tensors else name
-    own: dict[str, Any] = {"shard": shard, "ids": {each: _checksum(values) for each, values in ids.items()}}
-    own["hidden"] = {each: _fingerprint(value, is_valid) for each, value in states.items()}
-    own["columns"] = _sampled(tensors[of_columns]) if options["vocab_size"] is None else None
-    reports = call.exchange(facts, **own)
+    sharded = "weight" if "weight" in tensors else name
+    reports = call.exchange(
+        facts,
+        shard=shard,
+        ids={each: _checksum(values) for each, values in ids.items()},
+        hidden={each: _fingerprint(value, is_valid) for each, value in states.items()},
+        columns=_sampled(tensors[sharded]) if options["vocab_size"] is None else None,
+    )
     _compare_shards([report["shard"] for report in reports])
-    _check_not_whole(of_columns, [report["columns"] for report in reports])
+    _check_not_whole(sharded, [report["columns"] for report in reports])
     for each, values in ids.items():
         if len({report["ids"][each] for report in reports}) > 1:
-            of_ranks = torch.stack(all_gather_objects(values.cpu(), call.group, call.device))
-            position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
-            _compare(f"{each}{position}", [own[tuple(position)].item() for own in of_ranks])
+            by_rank = torch.stack(all_gather_objects(values.cpu(), call.group, call.device))
+            position = (by_rank != by_rank[0]).any(0).nonzero()[0].tolist()
+            _compare(f"{each}{position}", [ids_of_rank[tuple(position)].item() for ids_of_rank in by_rank])
     for each in states:
         _compare_hidden(each, [report["hidden"][each] for report in reports])
 
@@ -258,10 +261,10 @@ def _compare(subject: str, values: Sequence[Any], shown: Sequence[Any] = (), rem
 
 def _compare_shards(shards: Sequence[VocabShard]) -> None:
     """Raise ValueError unless every column of one vocabulary is in exactly one shard."""
-    sizes, vocab_size = [own.vocab_size for own in shards], shards[0].vocab_size
-    shown = [f"{own.vocab_size} with a shard of {own.n_columns} columns" for own in shards]
+    sizes, vocab_size = [shard.vocab_size for shard in shards], shards[0].vocab_size
+    shown = [f"{shard.vocab_size} with a shard of {shard.n_columns} columns" for shard in shards]
     _compare("vocab_size", sizes, shown, "; pass the same vocab_size= on every rank, or a VocabShard")
-    columns = [(own.start, own.start + own.n_valid) for own in shards]
+    columns = [(shard.start, shard.start + shard.n_valid) for shard in shards]
     parts = sorted((start, stop) for start, stop in columns if start < stop)
     if [start for start, _ in parts] + [vocab_size] != [0] + [stop for _, stop in parts]:
         expected = f"must have every column of [0, {vocab_size}) on exactly one rank"

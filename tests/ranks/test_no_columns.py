@@ -82,7 +82,7 @@ def _over_heads(m, columns, **on):
         with warnings.catch_warnings():  # PyTorch's, of a weight without elements
             warnings.simplefilter("ignore")
             own = vp.LinearCrossEntropy(in_features=WIDTH, columns=len(w), bias=True, reduction="sum", **on)
-        return torch.func.functional_call(own, {"own.weight": w, "own.bias": b}, (h, m["labels"]))
+        return torch.func.functional_call(own, {"linear.weight": w, "linear.bias": b}, (h, m["labels"]))
 
     return {
         "mean": linear(vp.linear_cross_entropy, chunk_size=2),

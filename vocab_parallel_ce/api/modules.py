@@ -134,7 +134,7 @@ class LinearCrossEntropy(_LossModule):
     Args:
         head: the ``nn.Linear`` (its bias too) or ``nn.Embedding`` of this rank's ``C`` rows. It is shared: it
             stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
-            a head of this module's own, ``self.own``.
+            a head of this module's own, ``self.linear``.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own. ``C`` may be 0 on a
             rank with ``vocab_size``.
         class_weight: a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
@@ -197,7 +197,7 @@ class LinearCrossEntropy(_LossModule):
             n_features = checks.checked_count("in_features", in_features)
             no_columns = columns == 0 and vocab_size is not None  # on this rank of several
             n_columns = 0 if no_columns else checks.checked_count("columns", columns)
-            self.own = nn.Linear(n_features, n_columns, bias=bias)
+            self.linear = nn.Linear(n_features, n_columns, bias=bias)
         elif in_features is not None or columns is not None or bias:
             raise ValueError(
                 "head: expected it, or in_features, columns and bias of one of its own, got both; pass the head alone, "
@@ -211,11 +211,11 @@ class LinearCrossEntropy(_LossModule):
 
     @property
     def head(self) -> Any:
-        """The module that the weight and bias belong to: the one given, or this module's own."""
-        return self.shared[0] if self.shared else self.own
+        """The module that has the weight and the bias: the one that was passed, or ``linear``."""
+        return self.shared[0] if self.shared else self.linear
 
     def _group(self) -> Any:
-        """Return the ranks that share the vocabulary: those given, or those that tensor parallelism cut it over."""
+        """Return the ranks that share the vocabulary: ``group``, or those that tensor parallelism cut it over."""
         parallel = parallel_hooks(self.head) if self.group is None else None
         return process_group_of(self.group) if parallel is None else parallel.group
 
