@@ -97,11 +97,17 @@ def check_no_double_backward() -> None:
         )
 
 
-def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_layout(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: dtype must be {_names(dtypes)}, got {tensor.dtype}")
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its to_dense()")
+
+
+def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = (), remedy: str = "") -> None:
+    """A dense tensor of one of ``dtypes``, of any floating-point one without them."""
+    check_layout(name, tensor)
+    if not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "floating point"
+        raise TypeError(f"{name}: dtype must be {names}, got {tensor.dtype}{remedy}")
 
 
 def check_logits(logits: Tensor) -> None:
@@ -120,22 +126,10 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> Non
     """Integer ids on the device of ``tokens``, which is ``subject``."""
     if type(labels) is not Tensor:
         check_tensor("labels", labels)
-    if labels.dtype not in LABEL_DTYPES:
-        remedy = "pass ids as labels.long()"
-        if labels.is_floating_point():
-            remedy = "only vocab_parallel_cross_entropy takes probabilities"
-        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}; {remedy}")
-    if labels.layout is not torch.strided:
-        raise TypeError(f"labels: expected a dense tensor, got layout {labels.layout}")
+    is_floating = labels.is_floating_point()
+    remedy = "only vocab_parallel_cross_entropy takes probabilities" if is_floating else "pass ids as labels.long()"
+    check_dense("labels", labels, LABEL_DTYPES, f"; {remedy}")
     check_device("labels", labels, tokens, subject)
-
-
-def check_rows(labels: Tensor, shape: tuple[int, ...], subject: str = "logits") -> None:
-    """One label for each token of ``subject``, whose tokens are of ``shape``."""
-    if labels.shape != shape:
-        remedy = f"; {NOT_ONE_HOT}" if labels.dim() == len(shape) + 1 else ""
-        expected = f"that of {subject} without the last dimension, {tuple(shape)}"
-        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}{remedy}")
 
 
 def check_hidden(hidden: Tensor) -> None:
@@ -167,8 +161,7 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
         if dtype is not None and tensor.dtype != dtype:
             remedy = "cast one, or call under torch.autocast"
             raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
+        check_device(name, tensor, hidden, "hidden")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -188,18 +181,12 @@ def check_parameter(name: str, tensor: object) -> None:
             "not see as they are; dequantise or merge it, or compute its logits and pass them to "
             "vocab_parallel_cross_entropy"
         )
-    if tensor.dtype not in HEAD_DTYPES or tensor.layout != torch.strided:
-        raise TypeError(
-            f"{name}: dtype must be {_names(HEAD_DTYPES)}, dense, got {tensor.dtype}, {tensor.layout}; "
-            "a quantised head must be dequantised first"
-        )
+    check_dense(name, tensor, HEAD_DTYPES, "; a quantised head must be dequantised first")
 
 
-def check_main_grad(main_grad: object, weight: Tensor) -> None:
-    if not isinstance(main_grad, Tensor):
-        raise TypeError(f"main_grad: expected a torch.Tensor, got {type(main_grad).__name__}")
-    if main_grad.dtype != torch.float32:
-        raise TypeError(f"main_grad: dtype must be float32, got {main_grad.dtype}")
+def check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
+    check_tensor("main_grad", main_grad)
+    check_dense("main_grad", main_grad, (torch.float32,))
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
         expected = f"{_shape(weight)} on {weight.device}"
         raise ValueError(f"main_grad: expected shape {expected}, got {_shape(main_grad)} on {main_grad.device}")
@@ -251,13 +238,10 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     if reduction != "sum":
         raise ValueError(f"num_items: expected reduction 'mean' or 'sum' with it, got {reduction!r}")
     if not isinstance(num_items, Tensor):
-        if isinstance(num_items, bool) or not isinstance(num_items, Real):
-            raise TypeError(f"num_items: expected a number or a tensor of one element, got {type(num_items).__name__}")
         check_number("num_items", num_items)
         return
-    check_constant("num_items", num_items)
-    if num_items.layout is not torch.strided:
-        raise TypeError(f"num_items: expected a dense tensor, got layout {num_items.layout}")
+    check_requires_no_gradient("num_items", num_items)
+    check_layout("num_items", num_items)
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
     if num_items.dtype == torch.bool or num_items.is_complex():
@@ -268,32 +252,22 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         raise ValueError(f"num_items: device must be cpu or that of logits, {logits.device}, got {num_items.device}")
 
 
-def check_constant(name: str, tensor: Tensor) -> None:
-    """A tensor that needs no gradient."""
-    if tensor.requires_grad:
-        raise TypeError(f"{name}: expected a constant, got a tensor that requires a gradient; pass its detach()")
+def check_requires_no_gradient(name: str, tensor: Tensor) -> None:
+    """A tensor that gets no gradient."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
 
 
-def check_floating(name: str, tensor: object, tokens: Tensor, subject: str = "logits") -> None:
+def check_floating(name: str, tensor: Tensor, tokens: Tensor, subject: str = "logits") -> None:
     """A dense floating-point tensor on the device of ``tokens``."""
     check_tensor(name, tensor)
-    assert isinstance(tensor, Tensor)
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: dtype must be floating point, dense, got {tensor.dtype}, {tensor.layout}")
+    check_dense(name, tensor)
     check_device(name, tensor, tokens, subject)
 
 
 def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> None:
     if tensor.device != tokens.device:
         raise ValueError(f"{name}: device must be that of {subject}, {tokens.device}, got {tensor.device}")
-
-
-def check_row_numbers(name: str, numbers: Tensor, tokens: Tensor, shape: tuple[int, ...], subject: str) -> None:
-    """One floating-point number, or one for each token; the values are not looked at."""
-    check_floating(name, numbers, tokens, subject)
-    if numbers.numel() != 1 and numbers.shape != shape:
-        expected = f"1 element, or the shape of the labels, {tuple(shape)}"
-        raise ValueError(f"{name}: expected {expected}, got shape {_shape(numbers)}")
 
 
 def check_label_range(
@@ -322,24 +296,14 @@ def check_label_range(
         raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {got}")
 
 
-def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
+def check_grad_output(grad_output: Tensor, grad_logits: Tensor) -> None:
     """A floating-point factor: one for all rows of ``grad_logits [..., C]``, or one for each."""
-    if not isinstance(grad_output, Tensor):
-        raise TypeError(f"grad_output: expected a torch.Tensor, got {type(grad_output).__name__}")
-    if not grad_output.is_floating_point():
-        raise TypeError(f"grad_output: dtype must be floating point, got {grad_output.dtype}")
+    check_floating("grad_output", grad_output, grad_logits, "_input")
     rows = grad_logits.shape[:-1]
     if grad_output.numel() != 1 and grad_output.shape not in (rows, (rows.numel(),)):
         expected = f"1 element or one for each row, {tuple(rows)}"
         raise ValueError(f"grad_output: expected {expected}, got shape {_shape(grad_output)}")
-    if grad_output.device != grad_logits.device:
-        raise ValueError(f"grad_output: device must be that of _input, {grad_logits.device}, got {grad_output.device}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"{', '.join(names)} or {last}"

@@ -44,7 +44,7 @@ from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, by
 from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head, Tokens, check, check_requires_no_gradient, passed
+from vocab_parallel_ce.targets import Head, Tokens, check, passed
 
 # What the public functions call while they are traced.
 
@@ -98,7 +98,7 @@ def _outputs(
     # Here, since the dispatcher makes numbers of bools, and a fake does not see what requires a gradient.
     check_settings(settings, group_position(group)[1])
     for name, target, _ in passed(targets):
-        check_requires_no_gradient(name, target)
+        checks.check_requires_no_gradient(name, target)
     divisor = divisor_of(num_items, settings.reduction, inputs[0])
     constants = loss.name, None if group is None else group.group_name, *values_of(settings), *head
     values = operator(inputs, list(targets), divisor, *constants)
@@ -111,7 +111,7 @@ def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -
     if num_items is None:
         return None
     if isinstance(num_items, Tensor) and reduction == "sum":
-        checks.check_constant("num_items", num_items)
+        checks.check_requires_no_gradient("num_items", num_items)
         return num_items.detach().to(like.device)  # the operator checks it
     checks.check_num_items(num_items, reduction, like)
     assert not isinstance(num_items, Tensor)

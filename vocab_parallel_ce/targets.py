@@ -86,7 +86,10 @@ class RowIds(Role):
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         checks.check_labels(target, tokens.tensor, tokens.subject)
-        checks.check_rows(target, tokens.shape, tokens.subject)
+        if target.shape != tokens.shape:
+            remedy = f"; {checks.NOT_ONE_HOT}" if target.dim() == len(tokens.shape) + 1 else ""
+            expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
+            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
@@ -111,7 +114,10 @@ class RowNumbers(Role):
         self.fill = fill
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_row_numbers(name, target, tokens.tensor, tokens.shape, tokens.subject)
+        checks.check_floating(name, target, tokens.tensor, tokens.subject)
+        if target.numel() != 1 and target.shape != tokens.shape:
+            expected = f"1 element, or the shape of the labels, {tuple(tokens.shape)}"
+            raise ValueError(f"{name}: expected {expected}, got shape {tuple(target.shape)}")
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         values = flat(target.detach().to(compute_dtype(tokens.tensor.dtype)))
@@ -163,10 +169,8 @@ class Grid(Role):
         if self.same_columns and target.shape != logits.shape:
             expected, got = f"that of {subject}, {tuple(logits.shape)}", tuple(target.shape)
             raise ValueError(f"{name}: shape of probabilities must be {expected}, got {got}; ids are int64 or int32")
-        if target.dim() == 0 or target.shape[:-1] != tokens.shape:
-            expected = f"that of {subject} up to the last dimension, {tuple(logits.shape)}"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
-        checks.check_device(name, target, tokens.tensor, tokens.subject)
+        check_leading(name, target, tokens)
+        checks.check_device(name, target, logits, subject)
 
     def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         check_alongside(name, target, tokens, settings)
@@ -197,9 +201,7 @@ class HeadStates(HeadRows):
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         super().check(name, target, tokens, settings)
-        if target.shape[:-1] != tokens.shape or target.dim() < 2:
-            expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
+        check_leading(name, target, tokens)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         return target.detach().reshape(-1, target.shape[-1])
@@ -234,7 +236,7 @@ def check(targets: Any, tokens: Tokens, settings: Settings) -> None:
         if target is not None or not is_optional:
             role.check(name, target, tokens, settings)
             if target.requires_grad:
-                check_requires_no_gradient(name, target)
+                checks.check_requires_no_gradient(name, target)
 
 
 def check_memory(targets: Any, tokens: Tokens, settings: Settings) -> None:
@@ -293,6 +295,13 @@ def with_a_column(tensor: Tensor, dim: int) -> Tensor:
 # Checks.
 
 
+def check_leading(name: str, target: Tensor, tokens: Tokens) -> None:
+    """Check that all but the last dimension of a target are those of the tokens."""
+    if target.shape[:-1] != tokens.shape:
+        expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
+        raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
+
+
 def check_alongside(name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
     """Check the memory of a tensor that is read alongside each logit, in backward too, and is never written."""
     check_not_overwritten(target, name)
@@ -307,12 +316,6 @@ def check_can_be_saved(name: str, tensor: Tensor) -> None:
     """Check that autograd can save a tensor for backward."""
     if tensor.is_inference():
         raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
-
-
-def check_requires_no_gradient(name: str, tensor: Tensor) -> None:
-    """Check a tensor that gets no gradient."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
 
 
 def check_columns(n_columns: int, settings: Settings, plan: Any, *, subject: str) -> None:

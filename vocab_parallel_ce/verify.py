@@ -22,7 +22,7 @@ from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import ROLES, Grid, HeadStates, Role, RowIds, RowNumbers, passed
+from vocab_parallel_ce.targets import ROLES, Grid, HeadStates, RowIds, RowNumbers, passed
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
@@ -145,13 +145,15 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     if call is None:
         return
     name, first = next(iter(tensors.items()))
+    others = (each for each, _, role in passed(targets) if isinstance(role, Grid | HeadStates))
     facts: dict[str, Any] = {
-        "call": " and ".join([f"a loss over {name}", *_names(targets, Grid), *_names(targets, HeadStates)]),
+        "call": " and ".join([f"a loss over {name}", *others]),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
         f"{name}.dtype": first.dtype,
         f"{name}.device.type": first.device.type,
     }
-    facts |= {each: "None" if target is None else "a tensor" for each, target in _optional(targets)}
+    optional = {each: field for field, each, _, is_optional in ROLES[type(targets)] if is_optional}
+    facts |= {each: _presence(getattr(targets, field)) for each, field in optional.items()}
     facts |= {each: value for each, value in options.items() if each != "vocab_size"}  # a shard differs by rank
     ids: dict[str, Tensor] = {}
     states = {"hidden": first} if name == "hidden" and not options["sequence_parallel"] else {}
@@ -166,7 +168,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
             facts[f"{each}.shape"] = tuple(target.shape)
     facts |= call.others
     for each, tensor in tensors.items():
-        facts[each] = "None" if tensor is None else "a tensor"
+        facts[each] = _presence(tensor)
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         facts[f"{each}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
     labels = ids.get("labels")
@@ -198,13 +200,8 @@ def also_compare(facts: dict[str, Any]) -> None:
         call.others |= facts
 
 
-def _names(targets: Any, kind: type[Role]) -> list[str]:
-    return [name for name, _, role in passed(targets) if isinstance(role, kind)]
-
-
-def _optional(targets: Any) -> list[tuple[str, Tensor | None]]:
-    """Return the targets that may be None, by the caller's names."""
-    return [(name, getattr(targets, field)) for field, name, _, is_optional in ROLES[type(targets)] if is_optional]
+def _presence(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else "a tensor"
 
 
 def compare_arguments(name: str, **arguments: Any) -> None:

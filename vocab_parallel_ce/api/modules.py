@@ -19,7 +19,6 @@ from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_
 from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.options import HeadSettings, Settings, check_settings, checked_outputs
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import check_requires_no_gradient
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
@@ -45,7 +44,7 @@ class _LossModule(nn.Module):
         """Check the options of a new module, and make them attributes."""
         if class_weight is not None:
             checks.check_floating("class_weight", class_weight, class_weight)
-            check_requires_no_gradient("class_weight", class_weight)
+            checks.check_requires_no_gradient("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
         options["group"] = process_group_of(options["group"])
         for name, value in options.items():

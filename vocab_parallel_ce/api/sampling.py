@@ -28,7 +28,7 @@ from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import INF, NEG_INF, LossOptions
-from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows, check_requires_no_gradient
+from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 N_BITS = 3  # that a step finds
@@ -93,7 +93,7 @@ def sampling_threshold(
     if isinstance(temperature, Tensor):
         tokens, role, settings = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
         role.check("temperature", temperature, tokens, settings)
-        check_requires_no_gradient("temperature", temperature)
+        checks.check_requires_no_gradient("temperature", temperature)
         row_temperature = role.local("temperature", temperature, tokens, settings, None)
     else:
         number = temperature

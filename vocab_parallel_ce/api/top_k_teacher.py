@@ -26,7 +26,7 @@ from vocab_parallel_ce.options import REDUCTIONS, Settings
 from vocab_parallel_ce.plan import checked_divisor, comparable
 from vocab_parallel_ce.run import rows_of_mean
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
-from vocab_parallel_ce.targets import RowIds, Tokens, check_alongside, check_requires_no_gradient
+from vocab_parallel_ce.targets import RowIds, Tokens, check_alongside
 
 # Of the probabilities of a row. Log-probabilities of bf16 come to less than 1.03; probabilities in their place to k.
 MOST_MASS = 1.125
@@ -120,10 +120,8 @@ def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, sub
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     check_teacher(teacher, student, subject)
     tokens = Tokens(student, subject, student.shape[:-1])
-    check_requires_no_gradient("teacher.log_probs", teacher.log_probs)
     if not is_traced():
         checks.check_no_transforms(teacher.log_probs)
-        checks.check_device("teacher.log_probs", teacher.log_probs, student, subject)
         check_alongside("teacher.log_probs", teacher.log_probs, tokens, settings)
     if labels is not None:
         RowIds().check("labels", labels, tokens, settings)
@@ -178,24 +176,16 @@ def check_teacher(teacher: TopKTeacher, student: Tensor, subject: str) -> None:
     """Check that there are k ids and log-probabilities per row of ``student``, which is ``subject``."""
     ids, log_probs, rest = teacher
     checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
-    checks.check_tensor("teacher.ids", ids)
-    checks.check_tensor("teacher.log_probs", log_probs)
-    if ids.dtype not in checks.LABEL_DTYPES:
-        raise TypeError(f"teacher.ids: dtype must be int64 or int32, got {ids.dtype}")
-    if not log_probs.is_floating_point():
-        raise TypeError(f"teacher.log_probs: dtype must be floating point, got {log_probs.dtype}")
-    for name, tensor in {"teacher.ids": ids, "teacher.log_probs": log_probs}.items():
-        if tensor.dim() == 0 or tensor.shape[:-1] != student.shape[:-1] or tensor.shape[-1] == 0:
-            expected = f"{tuple(student.shape[:-1])} and k, for {subject} {tuple(student.shape)}"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(tensor.shape)}")
+    with checks.naming(labels="teacher.ids"):
+        checks.check_labels(ids, student, subject)
+    checks.check_floating("teacher.log_probs", log_probs, student, subject)
+    checks.check_requires_no_gradient("teacher.log_probs", log_probs)
+    if log_probs.dim() == 0 or log_probs.shape[:-1] != student.shape[:-1] or log_probs.shape[-1] == 0:
+        expected = f"{tuple(student.shape[:-1])} and k, for {subject} {tuple(student.shape)}"
+        raise ValueError(f"teacher.log_probs: shape must be {expected}, got {tuple(log_probs.shape)}")
     if ids.shape != log_probs.shape:
         expected = f"that of teacher.log_probs, {tuple(log_probs.shape)}"
         raise ValueError(f"teacher.ids: shape must be {expected}, got {tuple(ids.shape)}")
-    for name, tensor in {"teacher.ids": ids, "teacher.log_probs": log_probs}.items():
-        if tensor.device != student.device:
-            raise ValueError(f"{name}: device must be that of {subject}, {student.device}, got {tensor.device}")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
 
 
 def check_values(teacher: TopKTeacher, labels: Tensor | None, ignore_index: int) -> None:
