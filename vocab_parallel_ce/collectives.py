@@ -82,6 +82,14 @@ def _on_the_current_stream() -> Any:
     return options
 
 
+def gathered(part: Tensor, rank: int, n_ranks: int, group: Any) -> Tensor:
+    """Return ``[R, ...]``, the ``part [...]`` of all ranks. Collectives: those of :func:`all_gather_stats`."""
+    parts = part.new_empty(n_ranks, *part.shape)
+    parts[rank] = part
+    all_gather_stats(parts, rank, group)
+    return parts
+
+
 # Each begin_ function starts one collective and returns a handle at once. Call its wait() before you use the result.
 
 
@@ -117,21 +125,15 @@ def all_gather_objects(value: Any, group: Any, device: torch.device | None) -> l
 
     Collectives: two all_gathers, of sizes and of pickled bytes; none for one rank.
     """
-    n_ranks = group_position(group)[1]
+    rank, n_ranks = group_position(group)
     if n_ranks == 1:
         return [value]
-
-    def gathered(values: Tensor) -> Tensor:
-        parts = values.new_empty(n_ranks * len(values))
-        begin_all_gather(parts, values, group).wait()
-        return parts.view(n_ranks, -1)
-
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
         sends_from = dist.distributed_c10d._get_object_coll_device(group)
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(sends_from)
-        sizes = gathered(torch.tensor([len(pickled)], device=sends_from)).flatten().tolist()
+        sizes = gathered(torch.tensor(len(pickled), device=sends_from), rank, n_ranks, group).tolist()
         padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
-        rows = gathered(padded).tolist()
+        rows = gathered(padded, rank, n_ranks, group).tolist()
     return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 

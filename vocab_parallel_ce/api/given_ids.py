@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,22 +24,20 @@ def are_given_ids(labels: Any, tokens: Any) -> bool:
     return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
 
 
-def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], threshold: Any) -> None:
-    """Raise ValueError if a call with given ids asks for something else too."""
-    refused = {"outputs": outputs or None, "threshold": threshold}
-    got = [name for name, value in refused.items() if value is not None]
-    if got:
+def check_given_ids(
+    ids: Tensor, tokens: Tensor, n_columns: int, settings: Settings, threshold: Tensor | None, group: Any
+) -> None:
+    """Raise ValueError if given ids come with outputs or a threshold, or if they may be one-hot labels.
+
+    Those are an id for each column of a rank, or of the vocabulary: numbers that all ranks know. ``n_columns`` are
+    those of all ranks, if ``vocab_size`` does not say it.
+    """
+    if settings.outputs or threshold is not None:
         raise ValueError(
             f"labels: expected one per token with outputs or a threshold, {tuple(tokens.shape[:-1])}, got "
-            f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
+            f"{tuple(ids.shape)}, given ids, and {'outputs' if settings.outputs else 'threshold'}; ask for them in a "
+            "call of their own"
         )
-
-
-def check_not_one_hot(ids: Tensor, n_columns: int, settings: Settings, group: Any) -> None:
-    """Check, by numbers that all ranks know, that there is not an id for each column of a rank or of the vocabulary.
-
-    ``n_columns`` are those of all ranks, if ``vocab_size`` does not say it.
-    """
     k, size, (_, n_ranks) = ids.shape[-1], settings.vocab_size, group_position(group)
     vocab_size = n_columns if size is None else size.vocab_size if isinstance(size, VocabShard) else size
     if k in (vocab_size, -(-vocab_size // n_ranks)):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
     check_threshold_and,
@@ -19,7 +18,7 @@ from vocab_parallel_ce.api.call import (
     public,
     split_temperature,
 )
-from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, head_log_probs_at
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.plan import Arguments
@@ -213,12 +212,9 @@ def linear_token_log_probs(
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
     if has_ids:
-        check_ids_alone(labels, hidden, outputs, threshold)
         n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
-        given_ids.check_not_one_hot(labels, n_rows, settings, group)
-        return given_ids.head_log_probs_at(
-            tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad
-        )
+        check_given_ids(labels, hidden, n_rows, settings, threshold, group)
+        return head_log_probs_at(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
     check_threshold_and(requested, threshold)
     arguments = Arguments(tensors, Labels(labels, None, tensor, threshold), group, None, main_grad)
     return log_probs_of(over_head(LABELS, arguments, settings, head), settings)

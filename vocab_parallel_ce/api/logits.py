@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
     check_threshold_and,
@@ -20,7 +19,7 @@ from vocab_parallel_ce.api.call import (
     public,
     split_temperature,
 )
-from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, log_probs_at
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
@@ -236,9 +235,9 @@ def token_log_probs(
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if has_ids:
-        check_ids_alone(labels, logits, outputs, threshold)
-        given_ids.check_not_one_hot(labels, logits.shape[-1] * group_position(group)[1], settings, group)
-        return given_ids.log_probs_at(logits, Ids(labels, tensor), settings, group=group)
+        n_columns = logits.shape[-1] * group_position(group)[1]
+        check_given_ids(labels, logits, n_columns, settings, threshold, group)
+        return log_probs_at(logits, Ids(labels, tensor), settings, group=group)
     check_threshold_and(requested, threshold)
     losses = over_logits(LABELS, logits, Labels(labels, None, tensor, threshold), settings, group=group)
     return log_probs_of(losses, settings)

@@ -233,11 +233,6 @@ class LinearCrossEntropy(_LossModule):
 
 def _check_head(head: Any) -> None:
     """Check that ``head`` multiplies by its weight, adds its bias and does nothing else."""
-    if isinstance(head, Tensor):
-        raise TypeError(
-            f"head: expected an nn.Linear or nn.Embedding, got a {type(head).__name__}, which would stay if "
-            "its module got another weight; pass the module, or call linear_cross_entropy with the weight"
-        )
     if any(base.__name__ in WRAPPED_BY_FSDP for base in type(head).__mro__):
         raise ValueError(
             "head: FSDP wraps it, so its weight is whole only in its own forward, which this loss would skip; "
@@ -246,7 +241,7 @@ def _check_head(head: Any) -> None:
     if not isinstance(head, nn.Module):
         raise TypeError(
             f"head: expected an nn.Linear or nn.Embedding, got {type(head).__name__}; pass the module, or in_features= "
-            "and columns= for a head of its own"
+            "and columns= for a head of its own, or call linear_cross_entropy with a weight"
         )
     if parametrize.is_parametrized(head):
         raise ValueError("head: expected no parametrizations, got some; remove them")

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
-from vocab_parallel_ce.collectives import all_gather_stats, group_position
+from vocab_parallel_ce.collectives import gathered, group_position
 
 RUNS = {"contiguous": 1, "zigzag": 2}  # of a sequence on each rank
 NO_LABEL = -(2**31)  # of no vocabulary; fits in 32 bits
@@ -81,7 +82,7 @@ def next_labels(
     if cu_seqlens is None:
         _check_rows(labels, n_runs)
         if n_ranks == 1:
-            return _one_ahead(labels, ignore_index)
+            return pad(labels[..., 1:].long(), (0, 1), value=ignore_index)[..., : labels.shape[-1]]
         n_tokens = labels.shape[-1]
         bounds = n_tokens * torch.arange(labels.shape[:-1].numel() + 1, device=labels.device)
     else:
@@ -91,7 +92,7 @@ def next_labels(
 
     runs = (bounds[1:] - bounds[:-1]).unsqueeze(1).expand(-1, n_runs) // n_runs  # lengths [n, n_runs]
     starts = bounds[:-1].unsqueeze(1) + runs * torch.arange(n_runs, device=labels.device)
-    n_tokens, flat = labels.numel(), torch.nn.functional.pad(labels.reshape(-1).long(), (0, 2), value=ignore_index)
+    n_tokens, flat = labels.numel(), pad(labels.reshape(-1).long(), (0, 2), value=ignore_index)
     firsts = flat[starts.clamp(0, n_tokens)]
     after = _first_after_each(firsts, rank, n_ranks, group, ignore_index)
     # The position behind the last token takes what there is of empty sequences.
@@ -158,13 +159,9 @@ def _checked_bounds(cu_seqlens: Tensor, labels: Tensor, n_ranks: int, n_runs: in
         return bounds, torch.cat(list(conditions.values())).all().to(labels.device)
     for expected, holds in conditions.items():
         if not holds.all():
-            raise ValueError(f"cu_seqlens: expected {expected}, got {_shown(whole)}")
+            shown = ", ".join(map(str, whole[:16].tolist())) + ", ..." * (whole.numel() > 16)
+            raise ValueError(f"cu_seqlens: expected {expected}, got [{shown}]")
     return bounds, None
-
-
-def _shown(values: Tensor) -> str:
-    shown = [str(value) for value in values[:16].tolist()]
-    return f"[{', '.join(shown)}{', ...' * (values.numel() > 16)}]"
 
 
 def _first_after_each(firsts: Tensor, rank: int, n_ranks: int, group: Any, ignore_index: int) -> Tensor:
@@ -172,15 +169,8 @@ def _first_after_each(firsts: Tensor, rank: int, n_ranks: int, group: Any, ignor
 
     Collectives: one all_gather of ``firsts``.
     """
-    gathered = firsts.new_empty((n_ranks, *firsts.shape))
-    gathered[rank] = firsts
-    all_gather_stats(gathered, rank, group)
-    forth, *back = gathered.unbind(-1)  # the second runs lie in the reverse order of the ranks
+    # The second runs lie in the reverse order of the ranks.
+    forth, *back = gathered(firsts, rank, n_ranks, group).unbind(-1)
     in_order = torch.cat([forth, *(runs.flip(0) for runs in back), forth.new_full((1, len(firsts)), ignore_index)])
     positions = (rank, 2 * n_ranks - 1 - rank)[: firsts.shape[1]]
     return torch.stack([in_order[position + 1] for position in positions], dim=-1)
-
-
-def _one_ahead(labels: Tensor, ignore_index: int) -> Tensor:
-    last = labels.new_full((*labels.shape[:-1], 1), ignore_index, dtype=torch.int64)
-    return torch.cat([labels[..., 1:].long(), last], dim=-1)[..., : labels.shape[-1]]

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, spec, verify
 from vocab_parallel_ce.api.call import public
-from vocab_parallel_ce.collectives import all_gather_stats, group_position
-from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.api.top_k import sharded_rows
+from vocab_parallel_ce.collectives import gathered, group_position
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
+from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import INF, NEG_INF, LossOptions
 from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows
@@ -80,15 +80,10 @@ def sampling_threshold(
         >>> token_log_probs(logits, torch.tensor([1]), threshold=threshold)  # log 1 / 2
         tensor([-0.6931])
     """
-    checks.check_tensor("logits", logits)
-    padded = F.pad(logits, (0, 1)) if logits.dim() > 1 and not logits.shape[-1] else logits
-    checks.check_logits(padded)
+    rank, n_ranks = group_position(group)
+    rows, shard = sharded_rows(logits, vocab_size, rank, n_ranks)
     k = None if top_k is None else checks.checked_count("top_k (None: all)", top_k)
     checks.check_number("top_p", top_p, positive=True, at_most=1)
-    group = process_group_of(group)
-    rank, n_ranks = group_position(group)
-    shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
-    checks.check_no_transforms(logits)
     number, row_temperature = 1.0, None
     if isinstance(temperature, Tensor):
         tokens, role, settings = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
@@ -109,7 +104,6 @@ def sampling_threshold(
             options=options,
             temperature=row_temperature,
         )
-    rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
     step = max(MOST_ELEMENTS // -(-shard.vocab_size // n_ranks), 1)
     thresholds = [
         _threshold(
@@ -157,10 +151,7 @@ class _Columns:
         self.sums = F.pad(exps.cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
 
     def _gathered(self, values: Tensor) -> Tensor:
-        gathered = values.new_empty(self.n_ranks, *values.shape)
-        gathered[self.rank] = values
-        all_gather_stats(gathered, self.rank, self.group)
-        return gathered
+        return gathered(values, self.rank, self.n_ranks, self.group)
 
     def key_of(self, values: Tensor) -> Tensor:
         """Return int64 keys: the bits, below 0 the negative ones of the positive. Zeros of both signs have one key."""

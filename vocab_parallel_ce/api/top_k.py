@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
-from vocab_parallel_ce.collectives import all_gather_stats, group_position
-from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.collectives import gathered, group_position
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import VocabShard
@@ -61,37 +60,42 @@ def top_k(
         >>> round(distillation_loss(torch.zeros(1, 4), TopKTeacher(ids, log_probs, "bucket")).item(), 4)
         0.1913
     """
-    checks.check_tensor("logits", logits)
+    rank, n_ranks = group_position(group)
+    rows, shard = sharded_rows(logits, vocab_size, rank, n_ranks)
     k = checks.checked_count("k", k)
     checks.check_number("temperature", temperature, positive=True)
-    group = process_group_of(group)
-    rank, n_ranks = group_position(group)
-    shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
-    checks.check_logits(logits if shard.n_columns else F.pad(logits, (0, 1)))
-    checks.check_no_transforms(logits)
     if k > shard.vocab_size:
         raise ValueError(f"k: must be at most the vocab_size {shard.vocab_size}, got {k}")
     if verify.open_calls:
         shape, dtype = tuple(logits.shape[:-1]), logits.dtype
         verify.compare_arguments("top_k", shape=shape, dtype=dtype, k=k, temperature=float(temperature))
     with torch.no_grad():
-        ids, log_probs = _top_k(logits.detach(), k, shard, float(temperature), rank, n_ranks, group)
-    return ids, log_probs
+        ids, log_probs = _top_k(rows, k, shard, float(temperature), rank, n_ranks, group)
+    return ids.view(*logits.shape[:-1], k), log_probs.view(*logits.shape[:-1], k)
+
+
+def sharded_rows(
+    logits: Tensor, vocab_size: int | VocabShard | None, rank: int, n_ranks: int
+) -> tuple[Tensor, VocabShard]:
+    """Return the rows ``[N, n]`` of checked ``logits [..., C]`` without padding and gradient, and this rank's shard."""
+    checks.check_tensor("logits", logits)
+    is_empty = vocab_size is not None and logits.dim() > 1 and not logits.shape[-1]  # as a last rank may be
+    checks.check_logits(F.pad(logits, (0, 1)) if is_empty else logits)
+    checks.check_no_transforms(logits)
+    shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
+    return logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid], shard
 
 
 def _top_k(
-    logits: Tensor, k: int, shard: VocabShard, temperature: float, rank: int, n_ranks: int, group: Any
+    rows: Tensor, k: int, shard: VocabShard, temperature: float, rank: int, n_ranks: int, group: Any
 ) -> tuple[Tensor, Tensor]:
-    rows = logits.reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
     step = max(MOST_ELEMENTS // max(shard.n_valid, 1), 1)
     parts = [_local_top_k(part, k, shard.start, temperature) for part in rows.split(step)]
     sums, x, ids = (torch.cat(each) for each in zip(*parts, strict=True))
     words = [each.flatten().view(torch.int32) for each in (sums, x, ids)]
-    packed = ids.new_empty(n_ranks, sum(map(len, words)))
-    packed[rank] = torch.cat(words)
-    all_gather_stats(packed, rank, group)
-    gathered = zip(packed.split(list(map(len, words)), dim=1), (sums, x, ids), strict=True)
-    sums, x, ids = (part.flatten().view(like.dtype).view(n_ranks, *like.shape) for part, like in gathered)
+    packed = gathered(torch.cat(words), rank, n_ranks, group).split(list(map(len, words)), dim=1)
+    likes = zip(packed, (sums, x, ids), strict=True)
+    sums, x, ids = (part.flatten().view(like.dtype).view(n_ranks, *like.shape) for part, like in likes)
     rank_max = x[..., 0]
     row_max = _finite_or_zero(rank_max.amax(dim=0))
     total = torch.zeros_like(row_max)
@@ -99,8 +103,7 @@ def _top_k(
         total += rank_sum * ((its_max - row_max) / temperature).exp()
     x, ids = _in_order(*(each.transpose(0, 1).flatten(1) for each in (x, ids)))
     log_probs = (x[:, :k] - row_max.unsqueeze(-1)) / temperature - total.log().unsqueeze(-1)
-    shape = *logits.shape[:-1], k
-    return ids[:, :k].long().view(shape), log_probs.view(shape)
+    return ids[:, :k].long(), log_probs
 
 
 def _local_top_k(rows: Tensor, k: int, start: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
