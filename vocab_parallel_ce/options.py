@@ -6,10 +6,9 @@ Functions and modules share them. :func:`loss_options` makes of them what the ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -40,7 +39,7 @@ class Settings(NamedTuple):
     ignore_index: Integer = -100
     label_smoothing: Share = 0.0
     z_loss: NotNegative = 0.0
-    softcap: Positive | None = None
+    softcap: float | None = None
     logit_scale: Positive = 1.0
     temperature: Positive = 1.0
     divergence: str = "forward"
@@ -73,22 +72,8 @@ class HeadSettings(NamedTuple):
     keep_logits: str = "none"
 
 
-def _checks_of(record: type) -> dict[str, Callable[[str, Any], object]]:
-    """Return the checks of the fields of a record that are declared with one; None passes where it is allowed."""
-
-    def unless_none(check: Callable[[str, Any], object], name: str, value: Any) -> None:
-        if value is not None:
-            check(name, value)
-
-    checked: dict[str, Callable[[str, Any], object]] = {}
-    for name, hint in get_type_hints(record, include_extras=True).items():
-        for kind in (hint, *get_args(hint)):
-            for check in getattr(kind, "__metadata__", ()):
-                checked[name] = check if kind is hint else partial(unless_none, check)
-    return checked
-
-
-CHECKS = _checks_of(Settings)
+_HINTS = get_type_hints(Settings, include_extras=True)
+CHECKS = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")}
 
 
 def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:
@@ -101,14 +86,14 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         check(name, getattr(settings, name))
     softcap = settings.softcap
     requested = set(checked_outputs(settings.outputs))
-    predictions = "predictions" in requested
-    if predictions and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
+    if "predictions" in requested and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with outputs of predictions, got {vocab_size}")
     if class_weight and "mean_logit" in requested:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:
+        checks.check_number("softcap", softcap, positive=True)
         softcap = float(softcap / settings.temperature)
         checks.check_number("softcap / temperature", softcap, positive=True)
     derived: dict[str, Any] = {
@@ -118,13 +103,10 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "temperature": None,  # in logit_scale and softcap
         "threshold": None,
         "class_weight": class_weight,
-        "predictions": predictions,
-        "lse": "lse" in requested,
-        **{name: name in requested for name in DIFFERENTIABLE if name != "lse"},
+        **{name: name in requested for name in OUTPUTS},
     }
     same = {
-        # NumPy's numbers become Python's.
-        name: getattr(settings, name) if default is None else type(default)(getattr(settings, name))
+        name: type(default)(getattr(settings, name))  # NumPy's numbers become Python's
         for name, default in LossOptions._field_defaults.items()
         if name not in derived
     }
