@@ -117,7 +117,7 @@ def check_logits(logits: Tensor) -> None:
     check_dense("logits", logits, LOGITS_DTYPES)
     shape = logits.shape
     if len(shape) < 2:
-        raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}")
+        raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}; pass a single row as [1, C]")
     if shape[-1] == 0:
         raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}; {NO_COLUMNS}")
 
@@ -137,7 +137,8 @@ def check_hidden(hidden: Tensor) -> None:
     check_tensor("hidden", hidden)
     check_dense("hidden", hidden, HEAD_DTYPES)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
+        expected = "shape [..., D] with rows and features"
+        raise ValueError(f"hidden: expected {expected}, got {_shape(hidden)}; pass a single token as [1, D]")
 
 
 def check_has_values(hidden: Tensor) -> None:

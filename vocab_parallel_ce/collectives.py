@@ -22,7 +22,8 @@ def group_position(group: object) -> tuple[int, int]:
         return 0, 1
     if dist.is_available():
         if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group: this rank must be a member of it, got a group of other ranks")
+            remedy = "call it on its ranks alone"
+            raise ValueError(f"group: this rank must be a member of it, got a group of other ranks; {remedy}")
         if isinstance(group, dist.ProcessGroup):
             return group.rank(), group.size()
     raise TypeError(

@@ -38,7 +38,7 @@ def process_group_of(group: Any) -> Any:
             f"group: expected a mesh of one dimension, got {got}; pass that of the vocabulary, as {remedy}"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError("group: this rank must be in the mesh, got a mesh of other ranks")
+        raise ValueError("group: this rank must be in the mesh, got a mesh of other ranks; call it on its ranks alone")
     ranks, group_of_mesh = ranks_along(mesh, (0,)), mesh.get_group()
     # PyTorch sorts a group's ranks: columns would be cut by another position than that in the mesh.
     if list(ranks) != sorted(ranks):
@@ -68,9 +68,9 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     remedy = _group_of_dims(name, mesh, dims)
     if group is None:
         raise ValueError(
-            f"{name}: a DTensor does not tell if tensor parallelism or FSDP cut it, expected its group, got "
-            f"None; if tensor parallelism did, pass {remedy}; if FSDP did, call it inside the module that "
-            "FSDP wraps"
+            f"{name}: expected a group with a DTensor, which does not tell if tensor parallelism or FSDP cut it, got "
+            f"None; if tensor parallelism did, pass {remedy}; if FSDP did, call it inside the module that FSDP "
+            "wraps"
         )
     ranks = tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
     expected = ranks_along(mesh, dims)
@@ -81,7 +81,7 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
         raise ValueError(f"group: expected {ranks_of_mesh}, got {ranks}; pass {remedy}")
     if len(dims) > 1 and dtensor.shape[0] % len(expected):
         raise ValueError(
-            f"{name}: expected rows that the {len(expected)} ranks of mesh dimensions {dims} have equal parts of, got "
+            f"{name}: expected a multiple of {len(expected)} rows, the ranks of mesh dimensions {dims}, got "
             f"{dtensor.shape[0]}; pad them, or cut them over a flattened mesh"
         )
     if len(placements) == 1:

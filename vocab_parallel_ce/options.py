@@ -87,9 +87,11 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     softcap = settings.softcap
     requested = set(checked_outputs(settings.outputs))
     if "predictions" in requested and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(f"vocab_size: must be at most 2**24 with outputs of predictions, got {vocab_size}")
+        raise ValueError(f"vocab_size: must be at most 2**24 with predictions, got {vocab_size}; leave them out")
     if class_weight and "mean_logit" in requested:  # the sum of logits has the weights
-        raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
+        raise ValueError(
+            "outputs: expected no 'mean_logit' with class_weight, which is a factor in its sum, got both; leave one out"
+        )
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:

@@ -46,14 +46,15 @@ class VocabShard(NamedTuple):
             ValueError: there is no such shard, it has another width, or it is not whole for one rank.
         """
         for name, value in self._asdict().items():
-            checks.check_integer(f"vocab_size: {name}", value)
+            checks.check_integer(f"vocab_size.{name}", value)
         shard = VocabShard(*map(int, self))
         if not (0 <= shard.start <= shard.stop and shard.vocab_size >= 1):
             raise ValueError(f"vocab_size: a shard must be columns of a vocabulary, 0 <= start <= stop, got {shard}")
         if n_columns not in (None, shard.n_columns):
             raise ValueError(f"{subject} must be the width {shard.n_columns} of {shard}, got {n_columns}")
         if n_ranks == 1 and (shard.start, shard.n_valid) != (0, shard.vocab_size):
-            raise ValueError(f"vocab_size: a shard must be the whole vocabulary where there is one rank, got {shard}")
+            expected = "a shard must be the whole vocabulary on one rank"
+            raise ValueError(f"vocab_size: {expected}, got {shard}; pass the group= of several")
         return shard
 
     @classmethod

@@ -325,8 +325,8 @@ def check_columns(n_columns: int, settings: Settings, plan: Any, *, subject: str
         return
     if settings.vocab_size is None:
         raise ValueError(
-            f"{subject} must be the student's, {shard.n_columns}, if vocab_size does not say what is padding, "
-            f"got {n_columns}"
+            f"{subject} must be the student's, {shard.n_columns}, without vocab_size, got {n_columns}; pass it if the "
+            "rest is padding"
         )
     if isinstance(settings.vocab_size, VocabShard):
         other = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)

@@ -314,7 +314,7 @@ def test_refusals_by_name():
         (ValueError, "logits: expected shape", {"logits": torch.tensor(1.0)}),
         (ValueError, r"top_p: must be in \(0, 1\], got 0.0$", {"top_p": 0.0}),
         (ValueError, r"top_p: must be in \(0, 1\], got 1.1$", {"top_p": 1.1}),
-        (ValueError, "top_k .None: all.: must be", {"top_k": 0}),
+        (ValueError, "top_k: must be", {"top_k": 0}),
         (ValueError, "temperature: must be positive", {"temperature": 0.0}),
         (ValueError, "temperature: expected 1 element", {"temperature": torch.ones(3)}),
     ):

@@ -361,7 +361,7 @@ def test_a_dtensor_is_cut_along_its_rows_over_its_group_alone(rank_pool, impl):
         "both, no group": rf"ValueError: weight: .*got None.*the flattened dimensions \(0, 1\).*{INSIDE}",
         "both, another order": r"ValueError: group: .*\(3, 2, 1, 0\) .* got .*; .*ascending ranks",
         "another order": r"ValueError: group: .*\(3, 2, 1, 0\) .* got \(0, 1, 2, 3\); .*ascending ranks",
-        "unequal parts": r"ValueError: weight: expected rows .* equal parts of, got 22; pad",
+        "unequal parts": r"ValueError: weight: expected a multiple of .* rows, .*, got 22; pad",
         "columns too": rf"{layout}\(Shard\(dim=1\).*plain tensor",
         "no rows": rf"{layout}\(Replicate\(\), Replicate.*plain tensor",
         "partial": rf"{layout}\(Partial.*plain tensor",

@@ -247,7 +247,7 @@ def test_refusals_by_name():
         (ValueError, "teacher: shape", {"teacher": teacher[:1]}),
         (
             ValueError,
-            "teacher: last dimension must be the student's, 6, if vocab_size does not say",
+            "teacher: last dimension must be the student's, 6, without vocab_size, got",
             {"teacher": teacher[:, :5]},
         ),
         (ValueError, "teacher: last dimension", {"teacher": teacher[:, :4], "vocab_size": 5}),

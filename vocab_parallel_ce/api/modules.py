@@ -244,7 +244,8 @@ def _check_head(head: Any) -> None:
             "and columns= for a head of its own, or call linear_cross_entropy with a weight"
         )
     if parametrize.is_parametrized(head):
-        raise ValueError("head: expected no parametrizations, got some; remove them")
+        names = ", ".join(dict(head.parametrizations.named_children()))  # type: ignore[union-attr]
+        raise ValueError(f"head: expected no parametrizations, got one of {names}; remove it")
     if type(head) not in (nn.Linear, nn.Embedding):
         raise TypeError(
             f"head: expected exactly an nn.Linear or nn.Embedding, got {type(head).__name__}, which may do "

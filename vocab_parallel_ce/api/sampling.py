@@ -82,7 +82,7 @@ def sampling_threshold(
     """
     rank, n_ranks = group_position(group)
     rows, shard = sharded_rows(logits, vocab_size, rank, n_ranks)
-    k = None if top_k is None else checks.checked_count("top_k (None: all)", top_k)
+    k = None if top_k is None else checks.checked_count("top_k", top_k)
     checks.check_number("top_p", top_p, positive=True, at_most=1)
     number, row_temperature = 1.0, None
     if isinstance(temperature, Tensor):

@@ -138,7 +138,7 @@ def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, sub
     if settings.check_labels and is_traced():
         raise ValueError(
             "check_labels: expected False in compiled code with a TopKTeacher, because the check waits for the "
-            "device, got True"
+            "device, got True; check the teacher in an eager call"
         )
     if settings.check_labels:
         check_values(teacher, labels, settings.ignore_index)
@@ -199,8 +199,9 @@ def check_values(teacher: TopKTeacher, labels: Tensor | None, ignore_index: int)
         known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])
     in_order = known.sort(dim=-1).values
-    if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
-        raise ValueError("teacher.ids: must be different in a row, got an id twice")
+    twice = in_order[:, 1:][(in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)]
+    if twice.numel():
+        raise ValueError(f"teacher.ids: must be different in a row, got {int(twice[0])} twice; give its log_probs -inf")
     if not known.numel():
         return
     log_q = log_probs.reshape(known.shape).float().masked_fill(known == IGNORED, NEG_INF)
