@@ -1,4 +1,4 @@
-"""Validation of the public contract: every message is the subject, what was expected, what was got."""
+"""Check arguments. Every error says: argument: what was expected, what was got; what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def naming(**names: str) -> Iterator[None]:
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """A plain tensor: no DTensor, and nothing that a collective has yet to fill."""
+    """Raise unless it is a plain tensor: no DTensor, and nothing that a collective has yet to fill."""
     kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
@@ -56,7 +56,7 @@ def check_tensor(name: str, tensor: object) -> None:
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape alone."""
+    """Return whether a tensor has only a shape."""
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
@@ -66,7 +66,7 @@ def device_of_values(tensor: Tensor) -> torch.device:
 
 
 def check_no_transforms(*tensors: Tensor | None) -> None:
-    """That neither a ``torch.func`` transform nor forward-mode AD expects to see through the call."""
+    """Raise TypeError inside a ``torch.func`` transform, and for tensors of forward-mode AD."""
     if torch._C._are_functorch_transforms_active():
         raise TypeError(IN_TRANSFORM)
     # The public unpack_dual takes a microsecond to say that there is no level.
@@ -80,7 +80,7 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
 
 
 def check_no_trace() -> None:
-    """That ``torch.jit.trace`` does not record the call: sizes are no numbers there."""
+    """Raise TypeError inside ``torch.jit.trace``, where sizes are no numbers."""
     if torch._C._is_tracing():
         raise TypeError(
             "cross-entropy: expected a call outside of torch.jit.trace, which cannot record it, got one inside; use "
@@ -89,7 +89,7 @@ def check_no_trace() -> None:
 
 
 def check_no_double_backward() -> None:
-    """That autograd does not record backward."""
+    """Raise RuntimeError if autograd records backward."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "cross-entropy: expected backward without create_graph, got one with it, though its gradient cannot be "
@@ -103,7 +103,7 @@ def check_layout(name: str, tensor: Tensor) -> None:
 
 
 def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = (), remedy: str = "") -> None:
-    """A dense tensor of one of ``dtypes``, of any floating-point one without them."""
+    """Raise unless the tensor is dense and of one of ``dtypes``; of any floating-point one without them."""
     check_layout(name, tensor)
     if not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "floating point"
@@ -111,7 +111,7 @@ def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = (),
 
 
 def check_logits(logits: Tensor) -> None:
-    """A plain, dense tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
+    """Raise unless they are a plain, dense tensor ``[..., C]`` of a supported dtype, with rows and columns."""
     if type(logits) is not Tensor:
         check_tensor("logits", logits)
     check_dense("logits", logits, LOGITS_DTYPES)
@@ -123,7 +123,7 @@ def check_logits(logits: Tensor) -> None:
 
 
 def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> None:
-    """Integer ids on the device of ``tokens``, which is ``subject``."""
+    """Raise unless they are integer ids on the device of ``tokens``, which is ``subject``."""
     if type(labels) is not Tensor:
         check_tensor("labels", labels)
     is_floating = labels.is_floating_point()
@@ -133,7 +133,7 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> Non
 
 
 def check_hidden(hidden: Tensor) -> None:
-    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
+    """Raise unless it is a plain, dense tensor ``[..., D]`` of a supported dtype, with rows."""
     check_tensor("hidden", hidden)
     check_dense("hidden", hidden, HEAD_DTYPES)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
@@ -151,7 +151,7 @@ def check_has_values(hidden: Tensor) -> None:
 
 
 def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None) -> None:
-    """``weight [C, D]`` and ``bias [C]`` for a product with ``hidden [..., D]``.
+    """Raise unless ``weight [C, D]`` and ``bias [C]`` fit a product with ``hidden [..., D]``.
 
     ``dtype`` is what theirs must be; None under autocast, which turns any supported one into its own.
     """
@@ -170,7 +170,7 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
 
 
 def check_parameter(name: str, tensor: object) -> None:
-    """A dense floating-point tensor or parameter that means what it holds."""
+    """Raise unless it is a dense floating-point tensor or parameter that means what it holds."""
     if not isinstance(tensor, Tensor):
         field = name.rpartition(".")[2]
         or_none = (" or None", ", or None if it has none") if field == "bias" else ("", "")
@@ -196,7 +196,7 @@ def check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
 
 
 def check_number(name: str, value: object, *, positive: bool = False, at_most: float = math.inf) -> None:
-    """A number of at least 0, or above 0, and at most ``at_most``, that fp32 can hold."""
+    """Raise unless fp32 can hold the number, and it is at least 0, or above 0, and at most ``at_most``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     number = float(value) if abs(value) <= FP32.max else math.inf  # type: ignore[operator]
@@ -221,7 +221,7 @@ def check_integer(name: str, value: object) -> None:
 
 
 def checked_count(name: str, value: object) -> int:
-    """``value`` as a positive int."""
+    """Return ``value`` as a positive int."""
     check_integer(name, value)
     count = int(value)  # type: ignore[call-overload]
     if count < 1:
@@ -235,7 +235,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
-    """What a sum is divided by: a number, or a tensor of one element that is not looked at."""
+    """Raise unless it is a number, or a tensor of one element. The host reads only one on the CPU."""
     if reduction != "sum":
         raise ValueError(f"num_items: expected reduction 'mean' or 'sum' with it, got {reduction!r}")
     if not isinstance(num_items, Tensor):
@@ -254,13 +254,13 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
 
 
 def check_requires_no_gradient(name: str, tensor: Tensor) -> None:
-    """A tensor that gets no gradient."""
+    """Raise if a tensor that gets no gradient requires one."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
 
 
 def check_floating(name: str, tensor: Tensor, tokens: Tensor, subject: str = "logits") -> None:
-    """A dense floating-point tensor on the device of ``tokens``."""
+    """Raise unless it is a dense floating-point tensor on the device of ``tokens``."""
     check_tensor(name, tensor)
     check_dense(name, tensor)
     check_device(name, tensor, tokens, subject)
@@ -271,21 +271,14 @@ def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> Non
         raise ValueError(f"{name}: device must be that of {subject}, {tokens.device}, got {tensor.device}")
 
 
-def check_label_range(
-    labels: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    *,
-    subject: str = "labels",
-    names_ignored: bool = True,
-) -> None:
+def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, names_ignored: bool = True) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
 
     ``names_ignored``: ``ignore_index`` is the caller's.
     """
     if has_no_values(labels):
         what = f"a {type(labels).__name__} on {labels.device}"
-        raise TypeError(f"{subject}: expected values to check, got {what}, which has none; use check_labels=False")
+        raise TypeError(f"labels: expected values to check, got {what}, which has none; use check_labels=False")
     labels = labels.long()  # a comparison wraps what does not fit in the labels' dtype
     outside = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(outside.sum())
@@ -294,16 +287,7 @@ def check_label_range(
         value = int(labels[tuple(position)])
         got = f"{count} outside, the first at position {tuple(position)}: {value}"
         others = f" or ignore_index {ignore_index}" if names_ignored else ""
-        raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {got}")
-
-
-def check_grad_output(grad_output: Tensor, grad_logits: Tensor) -> None:
-    """A floating-point factor: one for all rows of ``grad_logits [..., C]``, or one for each."""
-    check_floating("grad_output", grad_output, grad_logits, "_input")
-    rows = grad_logits.shape[:-1]
-    if grad_output.numel() != 1 and grad_output.shape not in (rows, (rows.numel(),)):
-        expected = f"1 element or one for each row, {tuple(rows)}"
-        raise ValueError(f"grad_output: expected {expected}, got shape {_shape(grad_output)}")
+        raise ValueError(f"labels: must be in [0, {vocab_size}){others}, got {got}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

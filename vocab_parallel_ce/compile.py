@@ -1,4 +1,4 @@
-"""Custom operators of PyTorch: what the losses are to ``torch.compile``.
+"""Custom operators that ``torch.compile`` traces in place of the eager path.
 
     loss_of_logits           inputs, targets, num_items, settings -> outputs, statistics, divisor
     loss_of_logits_gradient  statistics, gradients of the outputs, the same -> gradients of the inputs

@@ -1,4 +1,4 @@
-"""Gradients over the logits: which memory holds one, and whether nobody else can see the logits.
+"""Write gradients over the logits: which memory holds one, and whether nobody else can see the logits.
 
 If a mode was asked for by name, a record says which logits hold their gradient: another loss over them is an error. The
 record is an attribute of the storage. So every tensor of that memory finds it, and it ends with the memory.
@@ -158,7 +158,3 @@ class _SavesLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.save_for_backward(logits)
         return logits.new_ones(())
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        raise NotImplementedError

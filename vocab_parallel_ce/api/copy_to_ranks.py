@@ -1,4 +1,4 @@
-"""Hidden states before a head that is cut over ranks: the same on every rank, and so must their gradient be."""
+"""Sum the gradient of hidden states over the ranks of a column-parallel matmul."""
 
 from __future__ import annotations
 

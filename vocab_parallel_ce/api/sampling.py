@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, spec, verify
 from vocab_parallel_ce.api.call import public
-from vocab_parallel_ce.api.top_k import sharded_rows
-from vocab_parallel_ce.collectives import gathered, group_position
+from vocab_parallel_ce.api.top_k import Gather, sharded_rows
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -49,7 +49,7 @@ def sampling_threshold(
     group: Any = None,
     vocab_size: int | VocabShard | None = None,
 ) -> Tensor:
-    """The smallest logit of each row from which a sampler draws; pass it to :func:`token_log_probs` as ``threshold``.
+    """Return the smallest logit of each row from which a sampler draws: ``threshold`` of :func:`token_log_probs`.
 
     As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
     of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Equal logits stay in or go together. It has no
@@ -80,8 +80,7 @@ def sampling_threshold(
         >>> token_log_probs(logits, torch.tensor([1]), threshold=threshold)  # log 1 / 2
         tensor([-0.6931])
     """
-    rank, n_ranks = group_position(group)
-    rows, shard = sharded_rows(logits, vocab_size, rank, n_ranks)
+    rows, shard, gather = sharded_rows(logits, vocab_size, group)
     k = None if top_k is None else checks.checked_count("top_k", top_k)
     checks.check_number("top_p", top_p, positive=True, at_most=1)
     number, row_temperature = 1.0, None
@@ -104,27 +103,18 @@ def sampling_threshold(
             options=options,
             temperature=row_temperature,
         )
-    step = max(MOST_ELEMENTS // -(-shard.vocab_size // n_ranks), 1)
-    thresholds = [
-        _threshold(
-            part,
-            at_rows(options, None if row_temperature is None else row_temperature[start : start + len(part)]),
-            None if k is None or k >= shard.vocab_size else k,
-            float(top_p),
-            rank,
-            n_ranks,
-            group,
-        )
-        for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True)
-    ]
+    if k is not None and k >= shard.vocab_size:
+        k = None
+    step, thresholds = max(MOST_ELEMENTS // -(-shard.vocab_size // group_position(group)[1]), 1), []
+    for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True):
+        temperatures = None if row_temperature is None else row_temperature[start : start + len(part)]
+        thresholds.append(_threshold(part, at_rows(options, temperatures), k, float(top_p), gather))
     return torch.cat(thresholds).view(logits.shape[:-1])
 
 
 @torch.no_grad()
-def _threshold(
-    rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, rank: int, n_ranks: int, group: Any
-) -> Tensor:
-    columns = _Columns(rows, options, rank, n_ranks, group)
+def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather) -> Tensor:
+    columns = _Columns(rows, options, gather)
     least = torch.full_like(columns.largest, columns.lowest)
     if top_k is not None:
         least = columns.first_below(least, counts=True, bound=top_k)
@@ -137,21 +127,18 @@ def _threshold(
 class _Columns:
     """This rank's sorted columns of ``rows [N, n]``, and the keys of numbers that the logits' dtype has."""
 
-    def __init__(self, rows: Tensor, options: LossOptions, rank: int, n_ranks: int, group: Any) -> None:
-        self.rank, self.n_ranks, self.group = rank, n_ranks, group
+    def __init__(self, rows: Tensor, options: LossOptions, gather: Gather) -> None:
+        self.gather = gather
         self.dtype, self.integer = rows.dtype, INTEGERS[rows.itemsize]
         self.lowest, highest = (int(self.key_of(torch.tensor(value))) for value in (NEG_INF, INF))
         self.n_keys = highest - self.lowest + 1
         self.x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values
         largest = self.x[:, -1] if rows.shape[-1] else self.x.new_full(rows.shape[:1], NEG_INF)
-        self.row_max = self._gathered(largest).amax(dim=0)
+        self.row_max = gather(largest).amax(dim=0)
         self.largest = self.key_of(self.row_max.nan_to_num(nan=INF, posinf=INF, neginf=NEG_INF))
         z, z_max = (spec.transformed(each, options)[0] for each in (self.x, self.row_max.unsqueeze(-1)))
         exps = ((z - z_max).exp() * UNIT).long()
         self.sums = F.pad(exps.cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
-
-    def _gathered(self, values: Tensor) -> Tensor:
-        return gathered(values, self.rank, self.n_ranks, self.group)
 
     def key_of(self, values: Tensor) -> Tensor:
         """Return int64 keys: the bits, below 0 the negative ones of the positive. Zeros of both signs have one key."""
@@ -167,7 +154,7 @@ class _Columns:
         """Return ``[N, T]`` sums of the exponentials of all ranks' logits above ``keys [N, T]``, or counts."""
         first = torch.searchsorted(self.x, self.value_of(keys).to(self.x.dtype), right=True)
         part = self.x.shape[-1] - first if counts else self.sums[:, -1:] - self.sums.gather(-1, first)
-        return self._gathered(part).sum(dim=0)
+        return self.gather(part).sum(dim=0)
 
     def first_below(self, least: Tensor, *, counts: bool, bound: Tensor | int) -> Tensor:
         """Return ``[N]`` the first key from ``least`` on that has less than ``bound`` above it."""

@@ -9,6 +9,8 @@ The k largest of the R * k are those of the vocabulary. The sums of all ranks ar
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, _finite_or_zero
 
 MOST_ELEMENTS = 2**24  # of logits whose largest are found at once: copies of them take 8 bytes each
+Gather = Callable[[Tensor], Tensor]
 NO_ID = 2**31 - 1  # where a rank has no column; another logit of -inf comes first
 
 
@@ -31,7 +34,7 @@ NO_ID = 2**31 - 1  # where a rank has no column; another logit of -inf comes fir
 def top_k(
     logits: Tensor, k: int, *, group: Any = None, vocab_size: int | VocabShard | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` most probable tokens of each row of logits that are sharded over the vocabulary.
+    """Return the ``k`` most probable tokens of each row of logits that are sharded over the vocabulary.
 
     They make a :class:`TopKTeacher` of a tensor-parallel teacher. Log-probabilities are ``log_softmax(x / T)`` over the
     whole vocabulary, with ``T = temperature``, in fp32. They have no gradient. Overwrites nothing.
@@ -60,8 +63,7 @@ def top_k(
         >>> round(distillation_loss(torch.zeros(1, 4), TopKTeacher(ids, log_probs, "bucket")).item(), 4)
         0.1913
     """
-    rank, n_ranks = group_position(group)
-    rows, shard = sharded_rows(logits, vocab_size, rank, n_ranks)
+    rows, shard, gather = sharded_rows(logits, vocab_size, group)
     k = checks.checked_count("k", k)
     checks.check_number("temperature", temperature, positive=True)
     if k > shard.vocab_size:
@@ -70,32 +72,33 @@ def top_k(
         shape, dtype = tuple(logits.shape[:-1]), logits.dtype
         verify.compare_arguments("top_k", shape=shape, dtype=dtype, k=k, temperature=float(temperature))
     with torch.no_grad():
-        ids, log_probs = _top_k(rows, k, shard, float(temperature), rank, n_ranks, group)
+        ids, log_probs = _top_k(rows, k, shard, float(temperature), gather)
     return ids.view(*logits.shape[:-1], k), log_probs.view(*logits.shape[:-1], k)
 
 
-def sharded_rows(
-    logits: Tensor, vocab_size: int | VocabShard | None, rank: int, n_ranks: int
-) -> tuple[Tensor, VocabShard]:
-    """Return the rows ``[N, n]`` of checked ``logits [..., C]`` without padding and gradient, and this rank's shard."""
+def sharded_rows(logits: Tensor, vocab_size: int | VocabShard | None, group: Any) -> tuple[Tensor, VocabShard, Gather]:
+    """Return the rows ``[N, n]`` of checked ``logits [..., C]``, without padding and gradient, the shard, and a gather.
+
+    The gather returns ``[R, ...]`` of a tensor ``[...]`` of each rank.
+    """
     checks.check_tensor("logits", logits)
     is_empty = vocab_size is not None and logits.dim() > 1 and not logits.shape[-1]  # as a last rank may be
     checks.check_logits(F.pad(logits, (0, 1)) if is_empty else logits)
     checks.check_no_transforms(logits)
+    rank, n_ranks = group_position(group)
     shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
-    return logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid], shard
+    rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
+    return rows, shard, functools.partial(gathered, rank=rank, n_ranks=n_ranks, group=group)
 
 
-def _top_k(
-    rows: Tensor, k: int, shard: VocabShard, temperature: float, rank: int, n_ranks: int, group: Any
-) -> tuple[Tensor, Tensor]:
+def _top_k(rows: Tensor, k: int, shard: VocabShard, temperature: float, gather: Gather) -> tuple[Tensor, Tensor]:
     step = max(MOST_ELEMENTS // max(shard.n_valid, 1), 1)
     parts = [_local_top_k(part, k, shard.start, temperature) for part in rows.split(step)]
     sums, x, ids = (torch.cat(each) for each in zip(*parts, strict=True))
     words = [each.flatten().view(torch.int32) for each in (sums, x, ids)]
-    packed = gathered(torch.cat(words), rank, n_ranks, group).split(list(map(len, words)), dim=1)
+    packed = gather(torch.cat(words)).split(list(map(len, words)), dim=1)
     likes = zip(packed, (sums, x, ids), strict=True)
-    sums, x, ids = (part.flatten().view(like.dtype).view(n_ranks, *like.shape) for part, like in likes)
+    sums, x, ids = (part.flatten().view(like.dtype).view(len(part), *like.shape) for part, like in likes)
     rank_max = x[..., 0]
     row_max = _finite_or_zero(rank_max.amax(dim=0))
     total = torch.zeros_like(row_max)

@@ -28,6 +28,7 @@ from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import kernels_of, plan_call
 from vocab_parallel_ce.selection import select
+from vocab_parallel_ce.targets import RowNumbers, Tokens
 
 
 @public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
@@ -167,7 +168,8 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
         tensor([[ 0.5000, -1.5000,  0.5000,  0.5000]])
     """
     checks.check_logits(_input)
-    checks.check_grad_output(grad_output, _input)
+    tokens = Tokens(_input, "_input", _input.shape[:-1])
+    RowNumbers(fill=1.0).check("grad_output", _row_targets(grad_output, _input), tokens, Settings())
     if row_layout(_input) is None or not rows_are_disjoint(_input):
         raise ValueError(
             "_input: expected the tensor that cross_entropy_forward returned, whose rows are dense and "
