@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,18 +30,16 @@ def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")}
 
 
-def _chosen(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: arguments[name] for name in names}
-
-
 class _LossModule(nn.Module):
     """A loss whose options are attributes; each call takes and checks them as they are then."""
 
     defaults: ClassVar[dict[str, Any]]  # of the options
     group: Any
 
-    def _set_options(self, class_weight: Tensor | None, **options: Any) -> None:
-        """Check the options of a new module, and make them attributes."""
+    def _set_options(self, arguments: dict[str, Any]) -> None:
+        """Check the options among the arguments of a new module, and make them attributes."""
+        options = {name: arguments[name] for name in self.defaults}
+        class_weight = options.pop("class_weight")
         if class_weight is not None:
             checks.check_floating("class_weight", class_weight, class_weight)
             checks.check_requires_no_gradient("class_weight", class_weight)
@@ -109,7 +107,7 @@ class VocabParallelCrossEntropy(_LossModule):
         vocab_size: int | VocabShard | None = None,
     ) -> None:
         super().__init__()
-        self._set_options(**_chosen(locals(), self.defaults))
+        self._set_options(locals())
 
     def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> TensorOrOutputs:
         """Loss of ``logits [..., C]`` and ``labels [...]``, or :class:`Outputs` if some are asked for.
@@ -183,12 +181,11 @@ class LinearCrossEntropy(_LossModule):
         expected_grad_output: Tensor | None = None,
         valid_tokens: int | None = None,
     ) -> None:
-        options = _chosen(locals(), self.defaults)
         super().__init__()
         settings = Settings(reduction=reduction, gradient=gradient)
-        head_settings = HeadSettings(**{name: options[name] for name in HeadSettings._fields})
-        check_head_settings(settings, head_settings, knows_grad_output=expected_grad_output is not None)
-        self._set_options(**options)
+        head_settings = sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits
+        check_head_settings(settings, HeadSettings(*head_settings), knows_grad_output=expected_grad_output is not None)
+        self._set_options(locals())
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
             raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
