@@ -97,14 +97,10 @@ def check_no_double_backward() -> None:
         )
 
 
-def check_layout(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its to_dense()")
-
-
 def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = (), remedy: str = "") -> None:
     """Raise unless the tensor is dense and of one of ``dtypes``; of any floating-point one without them."""
-    check_layout(name, tensor)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its to_dense()")
     if not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "floating point"
         raise TypeError(f"{name}: dtype must be {names}, got {tensor.dtype}{remedy}")
@@ -122,14 +118,15 @@ def check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}; {NO_COLUMNS}")
 
 
-def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> None:
+def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits", name: str = "labels") -> None:
     """Raise unless they are integer ids on the device of ``tokens``, which is ``subject``."""
     if type(labels) is not Tensor:
-        check_tensor("labels", labels)
-    is_floating = labels.is_floating_point()
-    remedy = "only vocab_parallel_cross_entropy takes probabilities" if is_floating else "pass ids as labels.long()"
-    check_dense("labels", labels, LABEL_DTYPES, f"; {remedy}")
-    check_device("labels", labels, tokens, subject)
+        check_tensor(name, labels)
+    if labels.dtype not in LABEL_DTYPES or labels.layout is not torch.strided:
+        is_floating = labels.is_floating_point()
+        remedy = "only vocab_parallel_cross_entropy takes probabilities" if is_floating else "pass ids as labels.long()"
+        check_dense(name, labels, LABEL_DTYPES, f"; {remedy}")
+    check_device(name, labels, tokens, subject)
 
 
 def check_hidden(hidden: Tensor) -> None:
@@ -162,7 +159,8 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
         if dtype is not None and tensor.dtype != dtype:
             remedy = "cast one, or call under torch.autocast"
             raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
-        check_device(name, tensor, hidden, "hidden")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -242,7 +240,8 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         check_number("num_items", num_items)
         return
     check_requires_no_gradient("num_items", num_items)
-    check_layout("num_items", num_items)
+    if num_items.layout is not torch.strided:
+        raise TypeError(f"num_items: expected a dense tensor, got layout {num_items.layout}; pass its to_dense()")
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
     if num_items.dtype == torch.bool or num_items.is_complex():
@@ -261,7 +260,8 @@ def check_requires_no_gradient(name: str, tensor: Tensor) -> None:
 
 def check_floating(name: str, tensor: Tensor, tokens: Tensor, subject: str = "logits") -> None:
     """Raise unless it is a dense floating-point tensor on the device of ``tokens``."""
-    check_tensor(name, tensor)
+    if type(tensor) is not Tensor:
+        check_tensor(name, tensor)
     check_dense(name, tensor)
     check_device(name, tensor, tokens, subject)
 

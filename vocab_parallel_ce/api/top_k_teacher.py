@@ -23,7 +23,7 @@ from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios
 from vocab_parallel_ce.losses.given_ids import IGNORED, Ids, marked
 from vocab_parallel_ce.options import REDUCTIONS, Settings
-from vocab_parallel_ce.plan import checked_divisor, comparable
+from vocab_parallel_ce.plan import checked_divisor
 from vocab_parallel_ce.run import rows_of_mean
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
 from vocab_parallel_ce.targets import RowIds, Tokens, check_alongside
@@ -81,8 +81,7 @@ def divergence(
         left_out, ids = left_out | (divisor == 0), ids.masked_fill(divisor == 0, IGNORED)
     n_known = k if teacher.rest == "bucket" else 0
     if verify.open_calls:
-        options = comparable(settings, num_items)
-        facts = {name: options[name] for name in ("reduction", "num_items")}
+        facts = {"reduction": settings.reduction, "num_items": None if num_items is None else float(num_items)}
         verify.also_compare(facts | {"teacher.rest": teacher.rest, "teacher.log_probs": teacher.log_probs})
     with checks.naming(labels="teacher.ids, labels"):
         log_probs = log_probs_at(Ids(ids), settings=settings._replace(ignore_index=IGNORED), n_known=n_known)
@@ -100,16 +99,12 @@ def divergence(
     if settings.reduction == "mean":
         ignored = None if labels is None else is_ignored(labels, settings.ignore_index)
         divisor = rows_of_mean(ignored, rows.detach()).to(rows.dtype)
-    return rows if settings.reduction == "none" else _sum(rows, divisor)
-
-
-def _sum(rows: Tensor, divisor: Tensor | None) -> Tensor:
-    """Return the sum of the losses over ``divisor [1]``, 0 of 0 items."""
-    total = rows.sum()
+    if settings.reduction == "none":
+        return rows
     if divisor is None:
-        return total
+        return rows.sum()
     is_none = divisor == 0  # of which autograd must see no quotient: 0 / 0 is NaN
-    return torch.where(is_none, 0.0, total / divisor.masked_fill(is_none, 1)).reshape(())
+    return torch.where(is_none, 0.0, rows.sum() / divisor.masked_fill(is_none, 1)).reshape(())
 
 
 def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, subject: str, settings: Settings) -> None:
@@ -118,11 +113,22 @@ def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, sub
     divergence_options(settings)
     check_hard_weight(settings, labels)
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
-    check_teacher(teacher, student, subject)
+    ids, log_probs, rest = teacher
+    checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
+    checks.check_labels(ids, student, subject, name="teacher.ids")
+    checks.check_floating("teacher.log_probs", log_probs, student, subject)
+    if log_probs.requires_grad:
+        checks.check_requires_no_gradient("teacher.log_probs", log_probs)
+    if log_probs.dim() == 0 or log_probs.shape[:-1] != student.shape[:-1] or log_probs.shape[-1] == 0:
+        expected = f"{tuple(student.shape[:-1])} and k, for {subject} {tuple(student.shape)}"
+        raise ValueError(f"teacher.log_probs: shape must be {expected}, got {tuple(log_probs.shape)}")
+    if ids.shape != log_probs.shape:
+        expected = f"that of teacher.log_probs, {tuple(log_probs.shape)}"
+        raise ValueError(f"teacher.ids: shape must be {expected}, got {tuple(ids.shape)}")
     tokens = Tokens(student, subject, student.shape[:-1])
     if not is_traced():
-        checks.check_no_transforms(teacher.log_probs)
-        check_alongside("teacher.log_probs", teacher.log_probs, tokens, settings)
+        checks.check_no_transforms(log_probs)
+        check_alongside("teacher.log_probs", log_probs, tokens, settings)
     if labels is not None:
         RowIds().check("labels", labels, tokens, settings)
     if settings.hard_weight and settings.temperature != 1:
@@ -170,22 +176,6 @@ def _terms(log_s: Tensor, log_q: Tensor, left_out: Tensor, settings: Settings) -
         student_term = (known.exp() * student_term).masked_fill(excluded, 0.0)
         terms = beta * q * teacher_ratio.masked_fill(excluded, -math.log(beta)) + (1 - beta) * student_term
     return terms.masked_fill(left_out, 0.0)
-
-
-def check_teacher(teacher: TopKTeacher, student: Tensor, subject: str) -> None:
-    """Check that there are k ids and log-probabilities per row of ``student``, which is ``subject``."""
-    ids, log_probs, rest = teacher
-    checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
-    with checks.naming(labels="teacher.ids"):
-        checks.check_labels(ids, student, subject)
-    checks.check_floating("teacher.log_probs", log_probs, student, subject)
-    checks.check_requires_no_gradient("teacher.log_probs", log_probs)
-    if log_probs.dim() == 0 or log_probs.shape[:-1] != student.shape[:-1] or log_probs.shape[-1] == 0:
-        expected = f"{tuple(student.shape[:-1])} and k, for {subject} {tuple(student.shape)}"
-        raise ValueError(f"teacher.log_probs: shape must be {expected}, got {tuple(log_probs.shape)}")
-    if ids.shape != log_probs.shape:
-        expected = f"that of teacher.log_probs, {tuple(log_probs.shape)}"
-        raise ValueError(f"teacher.ids: shape must be {expected}, got {tuple(ids.shape)}")
 
 
 def check_values(teacher: TopKTeacher, labels: Tensor | None, ignore_index: int) -> None:
