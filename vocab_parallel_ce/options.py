@@ -156,4 +156,4 @@ def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *
         return size.checked(n_columns, n_ranks, subject=subject)
     if size is None:
         return VocabShard.even(n_columns, rank, n_ranks)
-    return VocabShard.of_rank(size, rank, n_ranks, n_columns, subject=subject)
+    return VocabShard.for_rank(size, rank, n_ranks, n_columns, subject=subject)

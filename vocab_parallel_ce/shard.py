@@ -17,9 +17,9 @@ class VocabShard(NamedTuple):
 
     Example:
         >>> from vocab_parallel_ce import VocabShard
-        >>> VocabShard.of_rank(1003, 2, 3)  # the last of 3 ranks
+        >>> VocabShard.for_rank(1003, 2, 3)  # the last of 3 ranks
         VocabShard(start=670, stop=1003, vocab_size=1003)
-        >>> padded = VocabShard.of_rank(1003, 2, 3, n_columns=384)
+        >>> padded = VocabShard.for_rank(1003, 2, 3, n_columns=384)
         >>> padded, padded.n_valid
         (VocabShard(start=768, stop=1152, vocab_size=1003), 235)
     """
@@ -64,7 +64,7 @@ class VocabShard(NamedTuple):
         return cls(start, start + n_columns, n_ranks * n_columns)
 
     @classmethod
-    def of_rank(
+    def for_rank(
         cls, vocab_size: int, rank: int, n_ranks: int, n_columns: int | None = None, *, subject: str = LOGITS
     ) -> VocabShard:
         """Return shard ``rank`` of ``n_ranks``, cut as ``torch.chunk`` and DTensor cut, or padded.

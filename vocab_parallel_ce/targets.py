@@ -331,7 +331,7 @@ def check_columns(n_columns: int, settings: Settings, plan: Any, *, subject: str
     if isinstance(settings.vocab_size, VocabShard):
         other = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
     else:
-        other = VocabShard.of_rank(shard.vocab_size, plan.rank, plan.n_ranks, n_columns, subject=subject)
+        other = VocabShard.for_rank(shard.vocab_size, plan.rank, plan.n_ranks, n_columns, subject=subject)
     if other.n_valid != shard.n_valid or (other.n_valid and other.start != shard.start):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, other)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")

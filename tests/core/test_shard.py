@@ -18,7 +18,7 @@ every_cut = hypothesis.settings(max_examples=150, deadline=None, derandomize=Tru
 def _accepted(vocab_size, n_ranks, widths):
     """The shards of all ranks, or None where a rank refuses."""
     try:
-        return [VocabShard.of_rank(vocab_size, rank, n_ranks, widths[rank]) for rank in range(n_ranks)]
+        return [VocabShard.for_rank(vocab_size, rank, n_ranks, widths[rank]) for rank in range(n_ranks)]
     except ValueError:
         return None
 
@@ -32,8 +32,8 @@ def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
     for rank, chunk in enumerate((*chunks, *[nothing] * (n_ranks - len(chunks)))):
         start = int(chunk[0]) if len(chunk) else vocab_size
         expected = (start, start + len(chunk), vocab_size)
-        assert VocabShard.of_rank(vocab_size, rank, n_ranks) == expected
-        shard = VocabShard.of_rank(vocab_size, rank, n_ranks, len(chunk))
+        assert VocabShard.for_rank(vocab_size, rank, n_ranks) == expected
+        shard = VocabShard.for_rank(vocab_size, rank, n_ranks, len(chunk))
         assert shard == expected
         assert shard.n_columns == shard.n_valid == len(chunk)
         assert shard.checked(len(chunk), n_ranks) == shard
@@ -57,7 +57,7 @@ def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
 def test_equal_shards_are_padded_behind_the_vocabulary(vocab_size, n_ranks, width, valid):
     """A last shard may be partly or wholly padding."""
     for rank, n_valid in enumerate(valid):
-        shard = VocabShard.of_rank(vocab_size, rank, n_ranks, width)
+        shard = VocabShard.for_rank(vocab_size, rank, n_ranks, width)
         assert shard == (rank * width, (rank + 1) * width, vocab_size)
         assert (shard.n_columns, shard.n_valid) == (width, n_valid)
         assert shard.checked(width, n_ranks) == shard
@@ -82,7 +82,7 @@ def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width):
     """The whole vocabulary on each of several ranks gave a loss that was log(R) too large."""
     for rank in range(4):
         with pytest.raises(ValueError, match=f"^logits: last dimension must be .* got {width}"):
-            VocabShard.of_rank(vocab_size, rank, 4, width)
+            VocabShard.for_rank(vocab_size, rank, 4, width)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width):
 )
 def test_arguments_that_are_no_rank_of_a_group_are_refused(arguments, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        VocabShard.of_rank(*arguments)
+        VocabShard.for_rank(*arguments)

@@ -81,7 +81,7 @@ def test_hard_rows(kernel_device, kind, n_ranks, options):
 @pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
 @pytest.mark.parametrize("dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("plain", "all"))
 def test_any_cut_gives_the_whole(kernel_device, vocab_size, n_ranks, width, dtype, options):
-    shards = [VocabShard.of_rank(vocab_size, rank, n_ranks, width) for rank in range(n_ranks)]
+    shards = [VocabShard.for_rank(vocab_size, rank, n_ranks, width) for rank in range(n_ranks)]
     logits, labels = batch("some_ignored", rows=3, vocab_size=vocab_size, dtype=dtype)
     labels[1:] = torch.tensor([0, vocab_size - 1])
     assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
@@ -154,7 +154,7 @@ def test_rows_of_nan_are_0_in_the_padding(kernel_device):
 
 def finish(logits, labels, options, n_ranks, device):
     """The outputs by the kernel, of statistics of ranks by plain PyTorch."""
-    shards = [VocabShard.of_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
+    shards = [VocabShard.for_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
     stats = of_rows.stats_of_ranks(None, logits.chunk(n_ranks, dim=1), labels, shards, options)
     return of_rows.outputs_by_kernel(stats.to(device), labels.to(device), logits.shape[1], options)
 

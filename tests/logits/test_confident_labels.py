@@ -33,7 +33,7 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     else:
         from vocab_parallel_ce import kernels
     labels = labels.to(device)
-    shards = [VocabShard.of_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
+    shards = [VocabShard.for_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
     pieces = [(logits[:, shard.start : shard.stop].contiguous().to(device), shard) for shard in shards]
     stats = torch.full((n_ranks, len(labels), len(PLAIN.statistics)), math.nan, device=device)
     for rank, (x, shard) in enumerate(pieces):

@@ -290,7 +290,7 @@ def _check_expects(settings: Settings, dtype: torch.dtype) -> None:
 def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
     """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
     n_rows, bias, vocab_size = given.head.weight.shape[0], given.head.bias, settings.vocab_size
-    cut = VocabShard.of_rank(n_rows, rank, n_ranks)
+    cut = VocabShard.for_rank(n_rows, rank, n_ranks)
     if isinstance(vocab_size, VocabShard):
         raise ValueError(
             f"vocab_size: expected a number or None with a DTensor weight, whose shard is {cut}, got {vocab_size}"

@@ -75,7 +75,7 @@ def shard_of_local(name: str, local: Tensor, vocab_size: int, rank: int, n_ranks
     Raises:
         ValueError: ``C`` is another number.
     """
-    shard = VocabShard.of_rank(vocab_size, rank, n_ranks)
+    shard = VocabShard.for_rank(vocab_size, rank, n_ranks)
     if local.shape[-1] != shard.n_columns:
         expected = f"{shard.n_columns} of {vocab_size} columns at position {rank} of {n_ranks}"
         raise ValueError(f"{name}: expected a local tensor with {expected}, as DTensor cuts, got {local.shape[-1]}")
