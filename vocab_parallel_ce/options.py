@@ -155,5 +155,5 @@ def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *
     if isinstance(size, VocabShard):
         return size.checked(n_columns, n_ranks, subject=subject)
     if size is None:
-        return VocabShard.even(n_columns, rank, n_ranks)
+        return VocabShard(rank * n_columns, (rank + 1) * n_columns, n_ranks * n_columns)
     return VocabShard.for_rank(size, rank, n_ranks, n_columns, subject=subject)

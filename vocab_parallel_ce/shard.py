@@ -58,12 +58,6 @@ class VocabShard(NamedTuple):
         return shard
 
     @classmethod
-    def even(cls, n_columns: int, rank: int, n_ranks: int) -> VocabShard:
-        """Return shard ``rank`` of ``n_ranks`` equal ones: rank 1 of 2 with 3 columns has [3, 6) of 6."""
-        start = rank * n_columns
-        return cls(start, start + n_columns, n_ranks * n_columns)
-
-    @classmethod
     def for_rank(
         cls, vocab_size: int, rank: int, n_ranks: int, n_columns: int | None = None, *, subject: str = LOGITS
     ) -> VocabShard:

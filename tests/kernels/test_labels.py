@@ -74,7 +74,7 @@ def test_hard_rows(kernel_device, kind, n_ranks, options):
     if kind == "times_1000" and options is ALL:
         options = ALL._replace(z_loss=1e-6, softcap=2e4)
     logits, labels = batch(kind, rows=5, vocab_size=300, shards=n_ranks)
-    shards = [VocabShard.even(300 // n_ranks, rank, n_ranks) for rank in range(n_ranks)]
+    shards = [VocabShard.for_rank(300, rank, n_ranks) for rank in range(n_ranks)]
     assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
 
 
