@@ -195,16 +195,17 @@ def _losses(student, ignored, *, labels, top_k, top_p, temperature):
 
 @pytest.mark.quick(2)
 @pytest.mark.interpreted(2)
+@pytest.mark.parametrize("top_k", (9, None))
 @in_several_ranks
-def test_ranks(rank_pool, impl):
-    """The thresholds are of the whole vocabulary, and the same on all ranks: 11 exchanges of 56 bytes each."""
+def test_ranks(rank_pool, impl, top_k):
+    """The thresholds are of the whole vocabulary, and the same on all ranks: by a list, or 11 exchanges of 56 bytes."""
     logits, _ = broad_rows("peaked", 6, 61)
     n = rank_pool.world_size
     width = -(-64 // n)
     bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
-    options = {"labels": logits.argmax(-1), "top_k": 9, "top_p": 0.8, "temperature": 0.7}
+    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": 0.8, "temperature": 0.7}
     case = soft.Case(_sampled, _losses, logits, logits, options, {"reduction": "none"})
-    sent = [4] + [56] * 11 + [8] + [56] * 11 + [12]
+    sent = [4 * 9, 4, 12] if top_k else [4] + [8] + [56] * 11 + [12]
     soft.check_ranks(case, rank_pool.run(soft.run_in_rank, case, impl, bounds), bounds, sent)
 
 

@@ -91,7 +91,7 @@ def test_the_modules_take_the_options_of_the_functions():
 
 
 TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
-DERIVED = {"n_ids", "n_known"}  # from labels or a teacher
+DERIVED = {"n_ids", "n_known", "negated"}  # from labels, a teacher, or the function
 OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
 ABSENT = {  # fields of Settings and HeadSettings that a function has no parameter for
     package.vocab_parallel_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},

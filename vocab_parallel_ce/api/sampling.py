@@ -4,7 +4,8 @@
     top_p   the largest t whose logits of at least t have the share top_p of the exponentials that top_k leaves:
             the smallest one whose logits above it have less
 
-Each rank sorts its columns once, and sums their exponentials. So the count and the sum above any number take one binary
+Of ``top_k`` up to 1024, all ranks gather their largest logits, and the threshold is read off the list. Otherwise each
+rank sorts its columns once, and sums their exponentials. So the count and the sum above any number take one binary
 search. The threshold is searched among the logits' bit patterns, which are ordered as the numbers are: a step takes 7
 of them per row, adds the counts or sums of all ranks, and leaves an 8th of the range.
 
@@ -24,6 +25,7 @@ from vocab_parallel_ce import checks, spec, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.top_k import Gather, sharded_rows
 from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.largest import count_equal, largest_values, n_compared
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -34,6 +36,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 N_BITS = 3  # that a step finds
 LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no sign
 UNIT = 2.0**40  # of an exponential of 1: 2**22 of them fit
+MOST_LISTED = 1024  # logits of top_k: more are searched for
 MOST_ELEMENTS = 2**25  # of a rank's logits that are sorted at once: that takes about 32 bytes each
 
 
@@ -55,8 +58,9 @@ def sampling_threshold(
     of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Equal logits stay in or go together. It has no
     gradient. Overwrites nothing.
 
-    Collectives: per 2**25 logits of a rank one all_gather of 4 bytes per row, and 6 of 56 bytes for ``top_k``, 6 and
-    one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. ``torch.compile`` breaks its graph.
+    Collectives: with ``top_k`` up to 1024 one all_gather of 4 bytes per logit of ``top_k`` and row, and one of 4 bytes
+    with ``top_p``. Otherwise, per 2**25 logits of a rank, one of 4 bytes per row, and 6 of 56 bytes for ``top_k``, 6
+    and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. ``torch.compile`` breaks its graph.
 
     Args:
         logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
@@ -105,7 +109,10 @@ def sampling_threshold(
         )
     if k is not None and k >= shard.vocab_size:
         k = None
-    step, thresholds = max(MOST_ELEMENTS // -(-shard.vocab_size // group_position(group)[1]), 1), []
+    width = -(-shard.vocab_size // group_position(group)[1])
+    if k is not None and k <= MOST_LISTED:
+        width = n_compared(width, k)
+    step, thresholds = max(MOST_ELEMENTS // width, 1), []
     for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True):
         temperatures = None if row_temperature is None else row_temperature[start : start + len(part)]
         thresholds.append(_threshold(part, at_rows(options, temperatures), k, float(top_p), gather))
@@ -114,6 +121,8 @@ def sampling_threshold(
 
 @torch.no_grad()
 def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather) -> Tensor:
+    if top_k is not None and top_k <= MOST_LISTED:
+        return _threshold_of_few(rows, options, top_k, top_p, gather)
     columns = _Columns(rows, options, gather)
     least = torch.full_like(columns.largest, columns.lowest)
     if top_k is not None:
@@ -122,6 +131,24 @@ def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: flo
         kept_mass = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
         least = columns.first_below(least, counts=False, bound=kept_mass * top_p)
     return torch.where(columns.row_max.isfinite(), columns.value_of(least), NEG_INF).to(compute_dtype(rows.dtype))
+
+
+def _threshold_of_few(rows: Tensor, options: LossOptions, top_k: int, top_p: float, gather: Gather) -> Tensor:
+    """Return the threshold by the list of the ``top_k`` largest logits of all ranks."""
+    missing = max(top_k - rows.shape[-1], 0)
+    listed = largest_values(rows, top_k - missing).to(compute_dtype(rows.dtype))
+    listed = gather(F.pad(listed, (0, missing), value=NEG_INF)).transpose(0, 1).flatten(1)
+    x = listed.sort(dim=-1, descending=True).values[:, :top_k]
+    least = x[:, -1:]
+    if top_p < 1:
+        n_equal = gather(count_equal(rows, least.squeeze(-1))).sum(dim=0)  # some may not be listed
+        z = spec.transformed(x, options)[0]
+        exps = ((z - z[:, :1]).exp() * UNIT).long()
+        kept = torch.where(x > least, exps, 0).sum(dim=-1) + n_equal * exps[:, -1]
+        before = exps.cumsum(dim=-1) - exps
+        last = (before < (kept * top_p).unsqueeze(-1)).sum(dim=-1, keepdim=True) - 1
+        least = x.gather(-1, last.clamp(min=0))
+    return torch.where(x[:, 0].isfinite(), least.squeeze(-1) + 0.0, NEG_INF)  # no -0
 
 
 class _Columns:

@@ -20,12 +20,15 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.collectives import gathered, group_position
-from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.options import Settings, shard_of_rank
+from vocab_parallel_ce.largest import has_kernels, largest_columns, n_compared
+from vocab_parallel_ce.layout import compute_dtype, walkable
+from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
+from vocab_parallel_ce.plan import kernels_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import NEG_INF, _finite_or_zero
+from vocab_parallel_ce.spec import IDENTITY, NEG_INF, RowStats, _finite_or_zero, sum_exp
 
-MOST_ELEMENTS = 2**24  # of logits whose largest are found at once: copies of them take 8 bytes each
+MOST_ELEMENTS = 2**24  # that are compared at once: copies of them take 8 bytes each
 Gather = Callable[[Tensor], Tensor]
 NO_ID = 2**31 - 1  # where a rank has no column; another logit of -inf comes first
 
@@ -92,9 +95,10 @@ def sharded_rows(logits: Tensor, vocab_size: int | VocabShard | None, group: Any
 
 
 def _top_k(rows: Tensor, k: int, shard: VocabShard, temperature: float, gather: Gather) -> tuple[Tensor, Tensor]:
-    step = max(MOST_ELEMENTS // max(shard.n_valid, 1), 1)
-    parts = [_local_top_k(part, k, shard.start, temperature) for part in rows.split(step)]
-    sums, x, ids = (torch.cat(each) for each in zip(*parts, strict=True))
+    step = max(MOST_ELEMENTS // max(n_compared(shard.n_valid, k), 1), 1)
+    parts = [_local_top_k(part, k, shard.start) for part in rows.split(step)]
+    x, ids = (torch.cat(each) for each in zip(*parts, strict=True))
+    sums = _local_sums(rows, ids[:, 0], shard, temperature)
     words = [each.flatten().view(torch.int32) for each in (sums, x, ids)]
     packed = gather(torch.cat(words)).split(list(map(len, words)), dim=1)
     likes = zip(packed, (sums, x, ids), strict=True)
@@ -109,26 +113,25 @@ def _top_k(rows: Tensor, k: int, shard: VocabShard, temperature: float, gather: 
     return ids[:, :k].long(), log_probs
 
 
-def _local_top_k(rows: Tensor, k: int, start: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum of ``exp((x - max) / temperature)`` of ``rows [n, C]``, and the k largest x and their ids."""
+def _local_sums(rows: Tensor, best: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+    """Return ``[N]`` sums of ``exp((x - max) / temperature)`` over this rank's columns; ``best [N]`` are ids of max."""
+    if not shard.n_valid:
+        return torch.zeros_like(best, dtype=compute_dtype(rows.dtype))
+    options = loss_options(Settings(temperature=temperature), shard.vocab_size)
+    kernels, _ = kernels_of("triton" if has_kernels(rows) else "reference")
+    launchers = LABELS.launchers(options, shard._replace(stop=shard.start + shard.n_valid), kernels)
+    stats = rows.new_empty(1, len(best), *launchers.widths, dtype=compute_dtype(rows.dtype))
+    launchers.statistics(walkable(rows), Labels(best.contiguous()), (stats,), 0)
+    return sum_exp(RowStats(*stats[0].unbind(-1), *IDENTITY[3:]))  # type: ignore[call-arg]
+
+
+def _local_top_k(rows: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
+    """Return ``[n, k]``, the largest of ``rows [n, C]``, and their ids."""
     n_columns, dtype = rows.shape[-1], compute_dtype(rows.dtype)
     missing = max(k - n_columns, 0)
-    columns = _largest_columns(rows, k - missing)
+    columns = largest_columns(rows, k - missing)
     x, ids = _in_order(rows.gather(-1, columns).to(dtype), (columns + start).int())
-    x, ids = F.pad(x, (0, missing), value=NEG_INF), F.pad(ids, (0, missing), value=NO_ID)
-    shifted = rows - _finite_or_zero(x[:, :1])
-    return (shifted / temperature).exp().sum(dim=-1), x, ids
-
-
-def _largest_columns(rows: Tensor, k: int) -> Tensor:
-    """Return ``[n, k]`` columns of the largest of ``rows [n, C]``, of equal ones the first, in any order."""
-    if not k:
-        return torch.empty_like(rows[:, :0], dtype=torch.int64)
-    least = rows.topk(k, dim=-1).values[:, -1:]
-    column = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
-    # All that are larger, and then those that are equal, in order.
-    position = torch.where(rows > least, -1, column).where(rows >= least, rows.shape[-1])
-    return position.topk(k, dim=-1, largest=False).indices
+    return F.pad(x, (0, missing), value=NEG_INF), F.pad(ids, (0, missing), value=NO_ID)
 
 
 def _in_order(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

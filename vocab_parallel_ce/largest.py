@@ -1,0 +1,85 @@
+"""The largest logits of a rank's rows, by the maxima of tiles: rows are read once, and few columns are compared.
+
+The ``k`` largest of a row lie in the ``k`` tiles of the largest maxima: any logit of another tile has ``k`` maxima that
+are at least as large. Of equal maxima the first tiles have the first columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.selection import select
+from vocab_parallel_ce.spec import NEG_INF
+
+TILE = 64
+MOST_SORTED = 4096  # columns that PyTorch sorts on chip
+
+
+def n_compared(n_columns: int, k: int) -> int:
+    """Return how many numbers of a row of ``n_columns`` are compared, maxima and logits."""
+    return min(n_columns // TILE + k * TILE, n_columns)
+
+
+def largest_columns(rows: Tensor, k: int) -> Tensor:
+    """Return ``[N, k]`` int64 columns of the largest of ``rows [N, C]``, of equal ones the first, in any order."""
+    if _are_few(rows, k):
+        return _first_largest(rows, k)
+    columns, x = _of_tiles(rows, _first_largest(_tile_maxima(rows), k).sort(dim=-1).values)
+    return columns.gather(-1, _first_largest(x, k))
+
+
+def largest_values(rows: Tensor, k: int) -> Tensor:
+    """Return ``[N, k]``, the largest of ``rows [N, C]`` in descending order; NaN is the largest."""
+    if not _are_few(rows, k):
+        _, rows = _of_tiles(rows, _tile_maxima(rows).topk(k, dim=-1, sorted=False).indices)
+    return rows.topk(k, dim=-1).values
+
+
+def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return ``[N]``, how many of ``rows [N, C]`` are equal to ``numbers [N]``."""
+    if rows.shape[-1] and has_kernels(rows):
+        from vocab_parallel_ce.kernels import largest
+
+        return largest.count_equal(rows, numbers.to(rows.dtype))
+    return (rows == numbers.unsqueeze(-1)).sum(dim=-1, dtype=torch.int32)
+
+
+def _are_few(rows: Tensor, k: int) -> bool:
+    return 4 * k * TILE > rows.shape[-1]
+
+
+def has_kernels(rows: Tensor) -> bool:
+    """Return whether kernels read ``rows``, as those of a loss do with ``impl="auto"``."""
+    return rows.dtype != torch.float64 and select(rows.device.type).name == "triton"
+
+
+def _tile_maxima(rows: Tensor) -> Tensor:
+    if has_kernels(rows):
+        from vocab_parallel_ce.kernels import largest
+
+        return largest.tile_maxima(rows, TILE)
+    whole = rows.shape[-1] // TILE * TILE
+    maxima = rows[:, :whole].unflatten(-1, (-1, TILE)).amax(dim=-1)
+    if whole < rows.shape[-1]:
+        maxima = torch.cat([maxima, rows[:, whole:].amax(dim=-1, keepdim=True)], dim=-1)
+    return maxima
+
+
+def _of_tiles(rows: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of ``tiles [N, k]``, and their logits, ``-inf`` beyond the last column."""
+    columns = (tiles.unsqueeze(-1) * TILE + torch.arange(TILE, device=rows.device)).flatten(1)
+    if rows.shape[-1] % TILE == 0:
+        return columns, rows.gather(-1, columns)
+    x = rows.gather(-1, columns.clamp(max=rows.shape[-1] - 1))
+    return columns, x.masked_fill_(columns >= rows.shape[-1], NEG_INF)
+
+
+def _first_largest(rows: Tensor, k: int) -> Tensor:
+    if rows.shape[-1] <= MOST_SORTED or not k:
+        return rows.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    least = rows.topk(k, dim=-1).values[:, -1:]
+    column = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
+    # All that are larger, and then those that are equal, in order.
+    position = torch.where(rows > least, -1, column).where(rows >= least, rows.shape[-1])
+    return position.topk(k, dim=-1, largest=False).indices
