@@ -6,11 +6,15 @@ are at least as large. Of equal maxima the first tiles have the first columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.selection import select
-from vocab_parallel_ce.spec import NEG_INF
+from vocab_parallel_ce.spec import NEG_INF, LossOptions, transformed
 
 TILE = 64
 MOST_SORTED = 4096  # columns that PyTorch sorts on chip
@@ -43,6 +47,27 @@ def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
 
         return largest.count_equal(rows, numbers.to(rows.dtype))
     return (rows == numbers.unsqueeze(-1)).sum(dim=-1, dtype=torch.int32)
+
+
+def sums_above(rows: Tensor, row_max: Tensor, options: LossOptions, unit: float) -> Callable[..., Tensor]:
+    """Return a function of ``numbers [N, T]`` of the logits' dtype: ``[N, T]`` int64 sums over the larger logits.
+
+    It sums ``unit * exp(z - z_max)``, each rounded towards 0, or with ``counts=True`` 1, over ``rows [N, n]``.
+    ``row_max [N]`` has ``z_max``.
+    """
+    if rows.shape[-1] and has_kernels(rows):
+        from vocab_parallel_ce.kernels import largest
+
+        return lambda numbers, counts: largest.sums_above(rows, numbers, row_max, options, unit=unit, counts=counts)
+    x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values
+    z, z_max = (transformed(each.to(x.dtype), options)[0] for each in (x, row_max.unsqueeze(-1)))
+    sums = F.pad(((z - z_max).exp() * unit).long().cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
+
+    def among_sorted(numbers: Tensor, *, counts: bool) -> Tensor:
+        first = torch.searchsorted(x, numbers.to(x.dtype), right=True)
+        return x.shape[-1] - first if counts else sums[:, -1:] - sums.gather(-1, first)
+
+    return among_sorted
 
 
 def _are_few(rows: Tensor, k: int) -> bool:

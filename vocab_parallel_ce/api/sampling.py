@@ -4,10 +4,10 @@
     top_p   the largest t whose logits of at least t have the share top_p of the exponentials that top_k leaves:
             the smallest one whose logits above it have less
 
-Of ``top_k`` up to 1024, all ranks gather their largest logits, and the threshold is read off the list. Otherwise each
-rank sorts its columns once, and sums their exponentials. So the count and the sum above any number take one binary
-search. The threshold is searched among the logits' bit patterns, which are ordered as the numbers are: a step takes 7
-of them per row, adds the counts or sums of all ranks, and leaves an 8th of the range.
+Of ``top_k`` up to 1024, all ranks gather their largest logits, and the threshold is read off the list. Otherwise it is
+searched among the logits' bit patterns, which are ordered as the numbers are: a step takes 7 of them per row, adds the
+counts or sums above them of all ranks, and leaves an 8th of the range. Kernels read the logits once a step; plain
+PyTorch sorts them first.
 
 Exponentials, at most 1, become multiples of 2**-40, and sums are int64: exact, in any order. So a row has the same
 threshold whatever rows it comes with, and however many ranks share its columns.
@@ -25,7 +25,7 @@ from vocab_parallel_ce import checks, spec, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.top_k import Gather, sharded_rows
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.largest import count_equal, largest_values, n_compared
+from vocab_parallel_ce.largest import count_equal, has_kernels, largest_values, n_compared, sums_above
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -112,6 +112,8 @@ def sampling_threshold(
     width = -(-shard.vocab_size // group_position(group)[1])
     if k is not None and k <= MOST_LISTED:
         width = n_compared(width, k)
+    elif has_kernels(rows):
+        width = 1  # nothing is sorted
     step, thresholds = max(MOST_ELEMENTS // width, 1), []
     for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True):
         temperatures = None if row_temperature is None else row_temperature[start : start + len(part)]
@@ -152,20 +154,17 @@ def _threshold_of_few(rows: Tensor, options: LossOptions, top_k: int, top_p: flo
 
 
 class _Columns:
-    """This rank's sorted columns of ``rows [N, n]``, and the keys of numbers that the logits' dtype has."""
+    """This rank's ``rows [N, n]``, and the keys of numbers that the logits' dtype has."""
 
     def __init__(self, rows: Tensor, options: LossOptions, gather: Gather) -> None:
         self.gather = gather
         self.dtype, self.integer = rows.dtype, INTEGERS[rows.itemsize]
         self.lowest, highest = (int(self.key_of(torch.tensor(value))) for value in (NEG_INF, INF))
         self.n_keys = highest - self.lowest + 1
-        self.x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values
-        largest = self.x[:, -1] if rows.shape[-1] else self.x.new_full(rows.shape[:1], NEG_INF)
+        largest = rows.amax(dim=-1) if rows.shape[-1] else rows.new_full(rows.shape[:1], NEG_INF)
         self.row_max = gather(largest).amax(dim=0)
         self.largest = self.key_of(self.row_max.nan_to_num(nan=INF, posinf=INF, neginf=NEG_INF))
-        z, z_max = (spec.transformed(each, options)[0] for each in (self.x, self.row_max.unsqueeze(-1)))
-        exps = ((z - z_max).exp() * UNIT).long()
-        self.sums = F.pad(exps.cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
+        self.sums_above = sums_above(rows, self.row_max, options, UNIT)
 
     def key_of(self, values: Tensor) -> Tensor:
         """Return int64 keys: the bits, below 0 the negative ones of the positive. Zeros of both signs have one key."""
@@ -179,9 +178,7 @@ class _Columns:
 
     def above(self, keys: Tensor, *, counts: bool) -> Tensor:
         """Return ``[N, T]`` sums of the exponentials of all ranks' logits above ``keys [N, T]``, or counts."""
-        first = torch.searchsorted(self.x, self.value_of(keys).to(self.x.dtype), right=True)
-        part = self.x.shape[-1] - first if counts else self.sums[:, -1:] - self.sums.gather(-1, first)
-        return self.gather(part).sum(dim=0)
+        return self.gather(self.sums_above(self.value_of(keys), counts=counts)).sum(dim=0)
 
     def first_below(self, least: Tensor, *, counts: bool, bound: Tensor | int) -> Tensor:
         """Return ``[N]`` the first key from ``least`` on that has less than ``bound`` above it."""

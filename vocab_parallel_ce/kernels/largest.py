@@ -1,7 +1,7 @@
-"""What finds the largest logits of a row: the maxima of its tiles, and how many of its logits are equal to a number.
+"""What finds the largest logits of a row: the maxima of its tiles, and which logits are equal to or above numbers.
 
-Tiles: a program takes 64 tiles of 64 columns. Equal logits: a program takes a row. Regime: bound by memory, one read of
-the shard each; 1 K to 256 K columns.
+Tiles: a program takes 64 tiles of 64 columns. Otherwise a program takes a row. Regime: bound by memory, one read of the
+shard each, and sums above seven numbers by additions of int64; 1 K to 256 K columns.
 """
 
 import torch
@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches
+from vocab_parallel_ce.spec import LossOptions
 
 TILES = 64  # of a program
 COLUMNS = 4096  # that a program compares at once
@@ -47,13 +49,49 @@ def count_equal_kernel(
 ):
     """Example: ``[1, 3, 1]`` and 1: 2."""
     row = tl.program_id(0).to(tl.int64)
-    number = tl.load(numbers + row)
+    number = tl.load(numbers + row).to(tl.float32)
     count = tl.zeros([COLUMNS], tl.int32)
     for first in range(0, n_columns, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("nan"))
-        count += (x == number).to(tl.int32)
+        count += (x.to(tl.float32) == number).to(tl.int32)
     tl.store(counts + row, tl.sum(count))
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def sums_above_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    numbers,  # [N, n_numbers] logits' dtype
+    row_max,  # [N] logits' dtype, of all ranks
+    temperature,  # [N] fp32, or None: 1
+    sums,  # [N, n_numbers] int64, out
+    row_stride,  # of logits
+    n_columns,
+    n_numbers,
+    unit,  # of an exponential of 1
+    loss_options,  # option_arguments
+    n_rows,
+    COUNTS: tl.constexpr,  # whether each logit counts 1
+    NUMBERS: tl.constexpr,  # n_numbers rounded up to a power of two
+    COLUMNS: tl.constexpr,
+):
+    """Example: ``[1, 3, 1]``, a number 0, unit 100: 100 + 13 + 13."""
+    row = tl.program_id(0).to(tl.int64)
+    if temperature is not None:
+        loss_options = LossOptions(*loss_options[:-2], tl.load(temperature + row), None)  # type: ignore[call-arg]
+    z_max = ops.transform(tl.load(row_max + row), loss_options)[0]
+    place = tl.arange(0, NUMBERS)
+    least = tl.load(numbers + row * n_numbers + place, place < n_numbers, other=float("inf")).to(tl.float32)
+    total = tl.zeros([NUMBERS, COLUMNS], tl.int64)
+    for first in range(0, n_columns, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("-inf"))
+        part = tl.full([COLUMNS], 1, tl.int64)
+        if not COUNTS:
+            z = ops.transform(x, loss_options)[0]
+            part = (ops.exp_shifted(z, z_max) * unit).to(tl.int64)
+        total += tl.where(x.to(tl.float32)[None, :] > least[:, None], part[None, :], 0)
+    tl.store(sums + row * n_numbers + place, tl.sum(total, axis=1), place < n_numbers)
 
 
 def tile_maxima(rows: Tensor, tile: int) -> Tensor:
@@ -70,8 +108,24 @@ def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
     """Return ``[N]`` int32, how many of ``rows [N, C]`` are equal to ``numbers [N]``."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     counts = rows.new_empty(rows.shape[0], dtype=torch.int32)
-    _count_equal(rows.stride(0), rows.shape[1])(rows.shape[0], (rows, numbers, counts), (rows.shape[0],))
+    _count_equal(rows.stride(0), rows.shape[1])(rows.shape[0], (rows, numbers.contiguous(), counts), (rows.shape[0],))
     return counts
+
+
+def sums_above(
+    rows: Tensor, numbers: Tensor, row_max: Tensor, options: LossOptions, *, unit: float, counts: bool
+) -> Tensor:
+    """Return ``[N, T]`` int64 sums over ``rows [N, C]`` above ``numbers [N, T]``.
+
+    Of ``unit * exp(z - z_max)``, each rounded towards 0, or of 1 with ``counts``; ``row_max [N]`` has ``z_max``, and
+    ``options`` may have temperatures ``[N, 1]``.
+    """
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    sums = rows.new_empty(numbers.shape, dtype=torch.int64)
+    temperature = None if options.temperature is None else options.temperature.flatten()
+    key = rows.stride(0), rows.shape[1], numbers.shape[1], unit, options._replace(temperature=None), counts
+    _sums_above(*key)(len(rows), (rows, numbers.contiguous(), row_max.contiguous(), temperature, sums), (len(rows),))
+    return sums
 
 
 @cache_launches
@@ -83,3 +137,11 @@ def _tile_maxima(row_stride: int, n_columns: int, tile: int) -> Launch:
 @cache_launches
 def _count_equal(row_stride: int, n_columns: int) -> Launch:
     return Launch(count_equal_kernel, (row_stride, n_columns), {"COLUMNS": COLUMNS}, num_warps=8)
+
+
+@cache_launches
+def _sums_above(
+    row_stride: int, n_columns: int, n_numbers: int, unit: float, options: LossOptions, counts: bool
+) -> Launch:
+    constants = {"COUNTS": counts, "NUMBERS": triton.next_power_of_2(n_numbers), "COLUMNS": COLUMNS // 4}
+    return Launch(sums_above_kernel, (row_stride, n_columns, n_numbers, unit, options), constants, num_warps=4)
