@@ -103,6 +103,16 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
+def cut(tensor: Tensor, rows: slice) -> Tensor:
+    """Return these rows of ``tensor [N, ...]``: itself if they are all of it, since a view takes microseconds."""
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor`` in ``dtype``: itself if it has it, which PyTorch takes longer to see."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Whether both lie in one storage, also as parts that do not overlap."""
     return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.in_place import check_not_overwritten
-from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage, walkable
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, cut, flat, shares_storage, walkable
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import LOGITS, VocabShard
 from vocab_parallel_ce.spec import INF, NAN, LossOptions
@@ -103,7 +103,7 @@ class RowIds(Role):
         return order.to_rows(target.long(), int(settings.ignore_index))
 
     def at(self, target: Tensor, rows: slice) -> Tensor:
-        return target[rows]
+        return cut(target, rows)
 
 
 class RowNumbers(Role):
@@ -129,7 +129,7 @@ class RowNumbers(Role):
         return order.to_rows(target, self.fill)
 
     def at(self, target: Tensor, rows: slice) -> Tensor:
-        return target[rows]
+        return cut(target, rows)
 
 
 class Columns(Role):

@@ -19,6 +19,7 @@ from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import HiddenStates, WeightGradient, fp32_factor, fp32_product, zero_ignored
+from vocab_parallel_ce.layout import as_dtype, cut, per_row
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -37,16 +38,17 @@ class Products:
         """``kept``: memory of the logits that are kept, of whole chunks from the first on."""
         weight, bias, main_grad = local.weight, local.bias, linear.main_grad
         self.linear, self.targets = linear, targets
-        self.weight = weight.to(linear.head.dtype)
-        self.bias = None if bias is None else bias.to(linear.head.logits_dtype)
+        self.weight = as_dtype(weight, linear.head.dtype)
+        self.weight_t = self.weight.t()
+        self.bias = None if bias is None else as_dtype(bias, linear.head.logits_dtype)
         self.hidden = HiddenStates(linear, local.hidden, wanted[0])
         self.kept = kept  # [n, C]
         is_fp32 = linear.head.logits_dtype != linear.head.dtype
         if is_fp32:
-            self.weight_of_logits = fp32_factor(self.weight)
+            self.weight_t = fp32_factor(self.weight).t()
         has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
         n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
-        longest = max((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), default=0)
+        longest = next((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), 0)  # the first
         self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
         self.d_buffer = self.weight.new_empty(longest, weight.shape[0]) if has_d_buffer else None
         self.d_weight: WeightGradient | None = None
@@ -57,7 +59,8 @@ class Products:
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.ignored = linear.call.plan.loss.ignored(targets, linear.call.plan.options)
+            ignored = linear.call.plan.loss.ignored(targets, linear.call.plan.options)
+            self.is_valid = None if ignored is None else (~ignored).unsqueeze(1)  # [M, 1]
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 
@@ -68,25 +71,25 @@ class Products:
         out as the buffer.
         """
         n_rows = rows.stop - rows.start
-        kept = None if self.kept is None or rows.stop > self.kept.shape[0] else self.kept[rows]
+        kept = None if self.kept is None or rows.stop > self.kept.shape[0] else cut(self.kept, rows)
         if self.d_buffer is None:
-            logits = self.buffer[:n_rows] if kept is None else kept
+            logits = cut(self.buffer, slice(0, n_rows)) if kept is None else kept
             return logits, logits, kept is not None
-        logits = self.buffer[:n_rows]
+        logits = cut(self.buffer, slice(0, n_rows))
         if kept is not None:
             logits.copy_(kept)
-        return logits, self.d_buffer[:n_rows], kept is not None
+        return logits, cut(self.d_buffer, slice(0, n_rows)), kept is not None
 
     def fill_logits(self, states: Tensor, logits: Tensor) -> None:
         """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
         if logits.dtype != states.dtype:
-            fp32_product(states, self.weight_of_logits.t(), logits)
+            fp32_product(states, self.weight_t, logits)
             if self.bias is not None:
                 logits.add_(self.bias)
         elif self.bias is None:
-            torch.mm(states, self.weight.t(), out=logits)
+            torch.mm(states, self.weight_t, out=logits)
         else:
-            torch.addmm(self.bias, states, self.weight.t(), out=logits)
+            torch.addmm(self.bias, states, self.weight_t, out=logits)
 
     def fill_d_hidden(self, d_logits: Tensor, d_hidden: Tensor) -> None:
         """Fill ``d_hidden [n, D]``, of any dtype, from ``d_logits [n, C]``."""
@@ -101,8 +104,8 @@ class Products:
             self.hidden.begin_reduce(rows, d_hidden)
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
-            counted = states if self.ignored is None else zero_ignored(states, self.ignored[rows])
-            self.d_weight.add(d_logits, counted)
+            valid = states if self.is_valid is None else zero_ignored(states, cut(self.is_valid, rows))
+            self.d_weight.add(d_logits, valid)
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
@@ -205,19 +208,19 @@ def _add_chunk(
     logits, d_logits, is_kept = products.memory(rows)
     for part in parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks):
         part_rows = slice(rows.start + part.start, rows.start + part.stop)
-        part_logits = logits[part]
+        part_logits = cut(logits, part)
         if not is_kept:
-            products.fill_logits(states[part], part_logits)
+            products.fill_logits(cut(states, part), part_logits)
         part_targets = plan.loss.at(products.targets, part_rows)
         if outputs is None:
-            exchange: Any = tuple([each[:, part_rows].contiguous() for each in stats]), None
+            exchange: Any = _stats_at(stats, part_rows), None
         else:
             exchange = _begin_exchange(call, part_logits, part_targets)
         begun.append((part, part_rows, part_logits, part_targets, *exchange))
     while begun:
         part, part_rows, part_logits, part_targets, part_stats, handle = begun.pop(0)
         if outputs is not None:
-            part_outputs = TokenOutputs._make([None if each is None else each[part_rows] for each in outputs])
+            part_outputs = TokenOutputs._make([None if each is None else cut(each, part_rows) for each in outputs])
             if part_stats is None:
                 run.one_pass(call, part_logits, part_targets, part_outputs)  # the gradient too, over the logits
             else:
@@ -226,14 +229,21 @@ def _add_chunk(
                 for each, of_part in zip(stats, part_stats, strict=False):  # forward may have none
                     each[:, part_rows] = of_part
         if part_stats is not None:
-            part_grads = GradOutputs(*[None if grad is None else grad[part_rows] for grad in grads])
-            plan.launchers.gradient(part_logits, part_targets, part_stats, call.divisor, part_grads, d_logits[part])
+            part_grads = GradOutputs._make([None if grad is None else cut(grad, part_rows) for grad in grads])
+            part_gradient = part_logits if d_logits is logits else cut(d_logits, part)
+            plan.launchers.gradient(part_logits, part_targets, part_stats, call.divisor, part_grads, part_gradient)
         del part_targets  # they may hold a teacher's logits
         if part.start == 0:
             d_hidden = products.hidden.new_gradient(rows)
         if d_hidden is not None:
-            products.fill_d_hidden(d_logits[part], d_hidden[part])
+            products.fill_d_hidden(cut(d_logits, part), cut(d_hidden, part))
     products.finish_chunk(rows, states, d_hidden, d_logits)
+
+
+def _stats_at(stats: Stats, rows: slice) -> Stats:
+    """Return the statistics of some rows, contiguous."""
+    are_all = rows.stop - rows.start == stats[0].shape[1]
+    return tuple([(each if are_all else each[:, rows]).contiguous() for each in stats])
 
 
 def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | None, Any]:
@@ -255,7 +265,7 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
     d_hidden, d_weight, d_bias = (None if grad is None else grad.data for grad in gradients)
     for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
         if grad is not None:
-            linear.call.plan.launchers.element_mul(grad, grad_output.reshape(1).expand(grad.shape[0]))
+            linear.call.plan.launchers.element_mul(grad, per_row(grad_output, grad))
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.add_(d_weight)
     return d_hidden, d_weight, d_bias

@@ -7,7 +7,6 @@ may be fp32 products of 16-bit factors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,9 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
 from vocab_parallel_ce.head.chunks import part_of_rank
 from vocab_parallel_ce.head.plan import LinearCall
+from vocab_parallel_ce.layout import as_dtype, cut
+
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
 class HiddenStates:
@@ -27,7 +29,7 @@ class HiddenStates:
     """
 
     def __init__(self, linear: LinearCall, hidden: Tensor, wants_gradient: bool) -> None:
-        self.linear, self.hidden, self.wants_gradient = linear, hidden.detach(), wants_gradient
+        self.linear, self.hidden, self.wants_gradient = linear, hidden, wants_gradient
         self.group, self.n_ranks = linear.call.group, linear.call.plan.n_ranks
         self.pending: list[tuple[Any, Tensor]] = []  # sums over the ranks, with the memory they use
         self.d_hidden: Tensor | None = None
@@ -49,14 +51,14 @@ class HiddenStates:
     def _select(self, rows: slice) -> Tensor:
         order = self.linear.order
         if order is None:
-            return self.hidden[rows].to(self.linear.head.dtype)
+            return as_dtype(cut(self.hidden, rows), self.linear.head.dtype)
         tokens = order.token_of_row[rows].clamp(max=self.hidden.shape[0] - 1)
-        return self.hidden.index_select(0, tokens).to(self.linear.head.dtype)
+        return as_dtype(self.hidden.index_select(0, tokens), self.linear.head.dtype)
 
     def _begin_gather(self, rows: slice) -> tuple[Tensor, Any]:
-        own = self.hidden[part_of_rank(rows, self.n_ranks)].to(self.linear.head.dtype).contiguous()
-        states = own.new_empty(rows.stop - rows.start, own.shape[1])
-        return states, begin_all_gather(states, own, self.group)
+        part = as_dtype(cut(self.hidden, part_of_rank(rows, self.n_ranks)), self.linear.head.dtype).contiguous()
+        states = part.new_empty(rows.stop - rows.start, part.shape[1])
+        return states, begin_all_gather(states, part, self.group)
 
     def new_gradient(self, rows: slice) -> Tensor | None:
         """Return memory ``[n, D]`` for the gradient of a chunk's rows, in the dtype of ``hidden``, if it is wanted."""
@@ -69,7 +71,7 @@ class HiddenStates:
             # One more row, for the tokens that have none.
             n_rows = n_tokens if order is None else order.token_of_row.shape[0] + 1
             self.d_hidden = self.hidden.new_empty(n_rows, n_features)
-        return self.d_hidden[rows]
+        return cut(self.d_hidden, rows)
 
     def begin_reduce(self, rows: slice, d_hidden: Tensor) -> None:
         """Begin to sum over the ranks what :meth:`new_gradient` gave and the caller filled."""
@@ -78,8 +80,8 @@ class HiddenStates:
         if self.linear.head.sequence_parallel:
             if self.d_hidden is None:
                 self.d_hidden = self.hidden.new_empty(self.hidden.shape)
-            own = self.d_hidden[part_of_rank(rows, self.n_ranks)]
-            self.pending.append((begin_reduce_scatter(own, d_hidden, self.group), d_hidden))
+            part = cut(self.d_hidden, part_of_rank(rows, self.n_ranks))
+            self.pending.append((begin_reduce_scatter(part, d_hidden, self.group), d_hidden))
         elif self.linear.head.reduces:
             self.pending.append((begin_all_reduce(d_hidden, self.group), d_hidden))
 
@@ -120,40 +122,37 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor, *, dtype: torch.dtype, n_chunks: int, main_grad: Tensor | None = None) -> None:
-        self.dtype, self.is_empty = dtype, main_grad is None
-        if main_grad is None:
-            is_product = n_chunks == 1 and dtype == weight.dtype
-            main_grad = weight.new_empty(weight.shape, dtype=dtype if is_product else torch.float32)
-        self.total = main_grad
+        self.weight, self.dtype, self.total = weight, dtype, main_grad
+        is_product = main_grad is None and n_chunks == 1 and dtype == weight.dtype
+        self.dtype_of_sum = dtype if is_product else torch.float32
 
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         """Add the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of one chunk, of one dtype."""
-        total, d_logits = self.total, d_logits.t()
-        if total.dtype != hidden.dtype and not writes_fp32(hidden):
-            d_logits, hidden = d_logits.to(total.dtype), hidden.to(total.dtype)
-        if total.dtype == hidden.dtype:
-            if self.is_empty:
-                torch.mm(d_logits, hidden, out=total)
+        d_logits, dtype = d_logits.t(), self.dtype_of_sum
+        if dtype != hidden.dtype and not writes_fp32(hidden):
+            d_logits, hidden = d_logits.to(dtype), hidden.to(dtype)
+        if dtype == hidden.dtype:
+            if self.total is None:
+                self.total = torch.mm(d_logits, hidden)
             else:
-                total.addmm_(d_logits, hidden)
-        elif self.is_empty:
-            torch.mm(d_logits, hidden, out_dtype=total.dtype, out=total)
+                self.total.addmm_(d_logits, hidden)
+        elif self.total is None:
+            self.total = torch.mm(d_logits, hidden, out_dtype=dtype)
         else:
-            torch.addmm(total, d_logits, hidden, out_dtype=total.dtype, out=total)
-        self.is_empty = False
+            torch.addmm(self.total, d_logits, hidden, out_dtype=dtype, out=self.total)
 
     def rounded(self) -> Tensor:
         """Return the sum in the parameter's dtype; zeros if there was no chunk."""
-        if self.is_empty:
-            self.total.zero_()
-        return self.total.to(self.dtype)
+        if self.total is None:
+            return self.weight.new_zeros(self.weight.shape, dtype=self.dtype)
+        return as_dtype(self.total, self.dtype)
 
 
-def zero_ignored(rows: Tensor, is_ignored: Tensor) -> Tensor:
-    """Return a copy of ``rows [n, D]`` with zeros where ``is_ignored [n]``, whatever those rows hold."""
-    # Eight bytes at a time: PyTorch fills single elements of 2 bytes at a fraction of the bandwidth.
+def zero_ignored(rows: Tensor, is_valid: Tensor) -> Tensor:
+    """Return a copy of ``rows [n, D]`` with zeros where ``is_valid [n, 1]`` is False, whatever those rows hold."""
+    # As integers, since 0 times NaN is NaN. Eight bytes at a time where the memory allows it, for the bandwidth.
     # One row is contiguous whatever its stride, which view looks at all the same.
-    elements = rows.storage_offset(), rows.shape[1], rows.stride(0)
-    whole = rows.is_contiguous() and math.gcd(rows.data_ptr(), *(n * rows.itemsize for n in elements), 8) == 8
-    wide = rows.view(torch.int64) if whole else rows
-    return wide.masked_fill(is_ignored.unsqueeze(1), 0).view(rows.dtype)
+    n_elements = int(rows.storage_offset()) | rows.shape[1] | rows.stride(0)
+    is_whole = rows.is_contiguous() and (rows.data_ptr() | n_elements * rows.itemsize) % 8 == 0
+    integers = rows.view(torch.int64 if is_whole else INTEGERS[rows.itemsize])
+    return (integers * is_valid).view(rows.dtype)
