@@ -26,18 +26,10 @@ from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
-from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head import loops
-from vocab_parallel_ce.head.plan import (
-    Arguments,
-    LinearCall,
-    check_head_settings,
-    gradient_of,
-    plan_linear_call,
-    shape_of_tokens,
-    shard_of_dtensor,
-    with_a_row,
-)
+from vocab_parallel_ce.head.arguments import Arguments, with_local_rows
+from vocab_parallel_ce.head.plan import LinearCall, autocast_dtype, plan_linear_call, shape_of_tokens
+from vocab_parallel_ce.head.settings import check_head_settings, gradient_of
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
@@ -62,18 +54,12 @@ def losses(
 
 def linear_losses(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Return the outputs of a head and its loss."""
-    (hidden, weight, bias), group, position = arguments.head, arguments.group, group_position(arguments.group)
+    group, position = arguments.group, group_position(arguments.group)
     is_symbolic = isinstance(head.chunk_size, torch.SymInt)  # in torch.export: no int to the checks
     check_head_settings(settings, head._replace(chunk_size="auto") if is_symbolic else head)
-    if is_dtensor(weight):
-        settings = settings._replace(vocab_size=shard_of_dtensor(arguments, settings, *position))
-        weight = local_rows("weight", weight, group)
-    if bias is not None:
-        bias = local_rows("bias", bias, group)
-    if isinstance(weight, Tensor) and weight.dim() == 2:
-        weight, bias, arguments, settings = with_a_row(weight, bias, arguments, settings, *position)
-    device_type = hidden.device.type
-    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    arguments, settings = with_local_rows(arguments, settings, position)
+    hidden, weight, bias = arguments.head
+    autocast = autocast_dtype(hidden)
     gradient = gradient_of(settings, head, autocast or hidden.dtype)
     if settings.asks_for_differentiable:
         gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
@@ -241,9 +227,9 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
         else:
             outputs, stats, _ = loops.forward(linear, local_head, targets)
             # As many rows as tokens: how many are left out is known when it runs.
-            n_rows = math.prod(linear.shape)
+            n_rows = math.prod(call.shape)
             others = [F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats]
-    shaped = (each if each.dim() == 0 else each.view(*linear.shape, *each.shape[1:]) for each in _present(outputs))
+    shaped = (each if each.dim() == 0 else each.view(*call.shape, *each.shape[1:]) for each in _present(outputs))
     return _present([*shaped, *others])
 
 

@@ -6,7 +6,7 @@ The part that training repeats at every step, the :class:`Plan`, is made once an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -75,22 +75,19 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 MOST_PLANS = 1024
 
 
-def call_key(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Any:
-    """Return what the checks and the plan of a call over logits depend on; None if there is another kind of tensor."""
+def call_key(
+    loss: Loss, tensors: Iterable[Any], settings: Settings, position: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """Return what the checks of a call depend on, except its memory; None if there is another kind of tensor."""
     kinds: list[Any] = []
-    for t in (logits, *targets):
+    for t in tensors:
         if t is None:
             kinds.append(None)
         elif type(t) is Tensor or type(t) is torch.nn.Parameter:
             kinds.append((t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous()))
         else:
             return None
-    mode: Any = settings.gradient
-    if mode == "auto":
-        mode = may_overwrite(logits)
-    elif mode == "in_forward":
-        mode = begins_at_a_boundary(logits), is_view_in_graph(logits)
-    return loss, settings, types_of(settings), position, torch.is_grad_enabled(), mode, *kinds
+    return loss, settings, types_of(settings), position, torch.is_grad_enabled(), *kinds
 
 
 def plan_call(
@@ -108,7 +105,11 @@ def plan_call(
     checks.check_no_transforms(logits, *targets)
     position = group_position(group)
     try:
-        key = call_key(loss, logits, targets, settings, position)
+        key = call_key(loss, (logits, *targets), settings, position)
+        if key is not None and settings.gradient == "auto":
+            key = *key, may_overwrite(logits)
+        elif key is not None and settings.gradient == "in_forward":
+            key = *key, begins_at_a_boundary(logits), is_view_in_graph(logits)
         plan = None if key is None else _plans.get(key)
     except (RuntimeError, TypeError):  # a layout without strides, or a setting without a hash: the checks name it
         key = plan = None
@@ -172,10 +173,10 @@ def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     return make_plan(loss, settings, PlanKey(*key))
 
 
-def types_of(settings: Settings, *others: Any) -> tuple[type, ...]:
-    """Return the types of the fields, and of ``others``, for a cache: 1, 1.0 and True are equal."""
+def types_of(settings: Settings) -> tuple[type, ...]:
+    """Return the types of the fields, for a cache: 1, 1.0 and True are equal."""
     size = settings.vocab_size
-    return tuple(map(type, (*settings, *(size if isinstance(size, VocabShard) else ()), *others)))
+    return tuple(map(type, (*settings, *(size if isinstance(size, VocabShard) else ()))))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,7 +20,8 @@ from vocab_parallel_ce import verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
-from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
+from vocab_parallel_ce.head.arguments import Arguments
+from vocab_parallel_ce.head.plan import plan_linear_call
 from vocab_parallel_ce.head.run import OverHead
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
@@ -216,11 +217,11 @@ def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSe
 
         return linear_losses(loss, arguments, settings, head)
     linear, local, targets = plan_linear_call(loss, arguments, settings, head)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
+    if linear.head.needs_gradient:
         outputs = TokenOutputs(*OverHead.apply(*local, targets, linear))
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
             outputs, *_ = loops.forward(linear, local, targets)
-    value, *others = (v if v is None or v.dim() == 0 else v.view(*linear.shape, *v.shape[1:]) for v in outputs)
+    value, *others = (v if v is None or v.dim() == 0 else v.view(*linear.head.shape, *v.shape[1:]) for v in outputs)
     assert value is not None
     return TokenOutputs(value, *others)

@@ -21,7 +21,7 @@ from vocab_parallel_ce.api.call import (
     public,
 )
 from vocab_parallel_ce.api.top_k_teacher import TopKTeacher
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
 from vocab_parallel_ce.options import HeadSettings, Settings, divided_by
 from vocab_parallel_ce.shard import VocabShard

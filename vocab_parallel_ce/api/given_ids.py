@@ -9,7 +9,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import over_head, over_logits
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.shard import VocabShard

@@ -21,7 +21,7 @@ from vocab_parallel_ce.api.call import (
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, head_log_probs_at
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Settings, checked_outputs, divided_by

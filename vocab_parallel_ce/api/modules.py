@@ -16,7 +16,7 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.collectives import NamedGroup, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
-from vocab_parallel_ce.head.plan import check_head_settings
+from vocab_parallel_ce.head.settings import check_head_settings
 from vocab_parallel_ce.options import HeadSettings, Settings, check_settings, checked_outputs
 from vocab_parallel_ce.shard import VocabShard
 

@@ -59,8 +59,9 @@ class Products:
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            ignored = linear.call.plan.loss.ignored(targets, linear.call.plan.options)
-            self.is_valid = None if ignored is None else (~ignored).unsqueeze(1)  # [M, 1]
+            self.is_valid = None if linear.is_valid is None else linear.is_valid.unsqueeze(1)  # [M, 1]
+            if self.is_valid is not None and linear.order is not None:
+                self.is_valid = linear.order.to_rows(self.is_valid, False)
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 

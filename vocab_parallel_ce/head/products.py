@@ -22,14 +22,15 @@ INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
 class HiddenStates:
-    """``hidden [N, D]`` in chunks of the products' dtype, and its gradient ``[N, D]`` in its own dtype.
+    """``hidden [..., D]`` in chunks of the products' dtype, and its gradient ``[..., D]`` in its own dtype.
 
-    With sequence parallelism, ``hidden [N / R, D]`` is this rank's part: a chunk is gathered while the chunk
+    With sequence parallelism, ``hidden`` is this rank's part: a chunk is gathered while the chunk
     before it is computed. The gradients of several ranks are summed over the group while the next product runs.
     """
 
     def __init__(self, linear: LinearCall, hidden: Tensor, wants_gradient: bool) -> None:
-        self.linear, self.hidden, self.wants_gradient = linear, hidden, wants_gradient
+        self.linear, self.shape, self.wants_gradient = linear, hidden.shape, wants_gradient
+        self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.group, self.n_ranks = linear.call.group, linear.call.plan.n_ranks
         self.pending: list[tuple[Any, Tensor]] = []  # sums over the ranks, with the memory they use
         self.d_hidden: Tensor | None = None
@@ -89,12 +90,13 @@ class HiddenStates:
         """Wait, and return the gradient of all tokens, if it is wanted; it is 0 for those that were left out."""
         while self.pending:
             self.pending.pop(0)[0].wait()
-        if self.d_hidden is None:  # no tokens
-            return torch.empty_like(self.hidden) if self.wants_gradient else None
-        if self.linear.order is None or self.linear.head.sequence_parallel:
-            return self.d_hidden
-        self.d_hidden[-1] = 0.0
-        return self.d_hidden.index_select(0, self.linear.order.row_of_token)
+        d_hidden = self.d_hidden
+        if d_hidden is None:  # no tokens
+            return self.hidden.new_empty(self.shape) if self.wants_gradient else None
+        if self.linear.order is not None and not self.linear.head.sequence_parallel:
+            d_hidden[-1] = 0.0
+            d_hidden = d_hidden.index_select(0, self.linear.order.row_of_token)
+        return d_hidden if len(self.shape) == 2 else d_hidden.view(self.shape)
 
 
 def writes_fp32(factor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.project.recipe.brier import BRIER, Answers
 from vocab_parallel_ce.api.call import over_head, over_logits, overwrites, public
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.targets import Head
 

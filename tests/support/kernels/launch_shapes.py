@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from vocab_parallel_ce import blocks, plan
+from vocab_parallel_ce.head import plan as head_plan
 
 MANY = 1 << 30
 ONE, SEVERAL, BY_SIZE = "uncut rows", "rows in parts", "rows as they are"
@@ -52,3 +53,4 @@ def forget_plans() -> None:
     """Let the next call make its plan again."""
     plan._cached_plan.cache_clear()
     plan._plans.clear()
+    head_plan._plans.clear()

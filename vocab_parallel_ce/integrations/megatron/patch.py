@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vocab_parallel_ce.checks import check_bool, check_choice
-from vocab_parallel_ce.head.plan import check_head_settings
+from vocab_parallel_ce.head.settings import check_head_settings
 from vocab_parallel_ce.integrations import Report, settings_of
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vocab_parallel_ce.head.plan import check_head_settings
+from vocab_parallel_ce.head.settings import check_head_settings
 from vocab_parallel_ce.integrations import Report, log_installed, logger, settings_of, warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,

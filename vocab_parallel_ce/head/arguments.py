@@ -1,0 +1,68 @@
+"""What a caller passes to a head and its loss, and what of it is this rank's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Head, with_padding
+
+WEIGHT = "weight: rows"  # what has a rank's columns, for messages
+
+
+class Arguments(NamedTuple):
+    """What a caller passes, except options."""
+
+    head: Head
+    targets: Any  # the loss's
+    group: Any
+    num_items: float | Tensor | None
+    main_grad: Tensor | None = None
+    expected_grad_output: Tensor | None = None
+
+
+def with_local_rows(arguments: Arguments, settings: Settings, position: tuple[int, int]) -> tuple[Arguments, Settings]:
+    """Return the arguments of this rank: the rows of DTensors; one of padding, with no gradient, if it has none."""
+    (hidden, weight, bias), group = arguments.head, arguments.group
+    if is_dtensor(weight) or is_dtensor(bias):
+        if is_dtensor(weight):
+            settings = settings._replace(vocab_size=shard_of_dtensor(arguments.head, settings, *position))
+        weight = local_rows("weight", weight, group)
+        bias = None if bias is None else local_rows("bias", bias, group)
+        arguments = arguments._replace(head=Head(hidden, weight, bias))
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[0]:
+        return arguments, settings
+    if settings.vocab_size is None:
+        expected = f"[C, {weight.shape[1]}] with rows"
+        raise ValueError(f"weight: expected shape {expected}, got {tuple(weight.shape)}; {checks.NO_COLUMNS}")
+    if arguments.main_grad is not None:
+        checks.check_main_grad(arguments.main_grad, weight)
+    targets, settings = with_padding(arguments.targets, settings, *position, WEIGHT)
+    weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+    main_grad = None if arguments.main_grad is None else torch.zeros_like(weight, dtype=torch.float32)
+    return arguments._replace(head=Head(hidden, weight, bias), targets=targets, main_grad=main_grad), settings
+
+
+def shard_of_dtensor(head: Head, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
+    """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
+    n_rows, bias, vocab_size = head.weight.shape[0], head.bias, settings.vocab_size
+    cut = VocabShard.for_rank(n_rows, rank, n_ranks)
+    if isinstance(vocab_size, VocabShard):
+        raise ValueError(
+            f"vocab_size: expected a number or None with a DTensor weight, whose shard is {cut}, got {vocab_size}"
+        )
+    if bias is not None and is_dtensor(bias) and bias.shape[0] != n_rows:
+        raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
+    if vocab_size is None:
+        return cut
+    vocab_size = checks.checked_count("vocab_size", vocab_size)
+    if vocab_size > n_rows:
+        raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}")
+    return cut._replace(vocab_size=vocab_size)
