@@ -29,6 +29,7 @@ from vocab_parallel_ce.collectives import group_named, group_position, summed_ov
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import Arguments, with_local_rows
 from vocab_parallel_ce.head.plan import LinearCall, autocast_dtype, plan_linear_call, shape_of_tokens
+from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.settings import check_head_settings, gradient_of
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
@@ -220,7 +221,7 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
     linear, local_head, targets = call.plan_head()
     others: list[Tensor | None]
-    with torch.autocast(local_head.hidden.device.type, enabled=False):
+    with without_autocast(local_head.hidden.device):
         if call.has_gradients:
             outputs, gradients, _ = loops.forward_with_gradients(linear, local_head, targets, call.wanted)
             others = [linear.overflow, *_like_inputs(gradients, call)]
@@ -269,7 +270,7 @@ def _gradient_of_head(stats: list[Tensor], grads: list[Tensor | None], *argument
     call = Traced.read(*arguments)
     linear, local_head, targets = call.plan_head()
     row_stats = tuple(each[:, : linear.n_rows] for each in stats)
-    with torch.autocast(local_head.hidden.device.type, enabled=False):
+    with without_autocast(local_head.hidden.device):
         gradients = loops.backward(linear, local_head, targets, row_stats, call.wanted, GradOutputs(*grads))
     return _present(_like_inputs(gradients, call))
 

@@ -22,6 +22,7 @@ from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.plan import plan_linear_call
+from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.run import OverHead
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
@@ -220,7 +221,7 @@ def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSe
     if linear.head.needs_gradient:
         outputs = TokenOutputs(*OverHead.apply(*local, targets, linear))
     else:
-        with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(local.hidden.device):
             outputs, *_ = loops.forward(linear, local, targets)
     value, *others = (v if v is None or v.dim() == 0 else v.view(*linear.head.shape, *v.shape[1:]) for v in outputs)
     assert value is not None

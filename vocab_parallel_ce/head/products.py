@@ -8,6 +8,7 @@ may be fp32 products of 16-bit factors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +98,13 @@ class HiddenStates:
             d_hidden[-1] = 0.0
             d_hidden = d_hidden.index_select(0, self.linear.order.row_of_token)
         return d_hidden if len(self.shape) == 2 else d_hidden.view(self.shape)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which products have their factors' dtype: nothing to enter where that is so."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def writes_fp32(factor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
 from vocab_parallel_ce.head.plan import LinearCall, in_backward
+from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.plan import has_no_hooks
 from vocab_parallel_ce.run import Refusals, as_returned, check_loss_alone, run_backward
 from vocab_parallel_ce.spec import GradOutputs
@@ -38,7 +39,7 @@ class OverHead(torch.autograd.Function):
         ctx.kind, ctx.has_overwritten = type(targets), False
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             if plan.gradient == "in_forward":
                 logits, wanted = None, ctx.needs_input_grad[:3]
                 outputs, computed, stats = loops.forward_with_gradients(linear, local, targets, wanted)
@@ -67,7 +68,7 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
     computed, saved = saved[:n_computed], saved[n_computed:]
     if not linear.head.recomputes:
         check_loss_alone(grads)
-    with torch.autocast(ctx.device.type, enabled=False):
+    with without_autocast(ctx.device):
         if computed and not ctx.has_overwritten and all(grad is None for grad in grads[1:]):
             assert grads.loss is not None
             ctx.has_overwritten, ctx.handed_on = True, not linear.head.recomputes
