@@ -230,8 +230,7 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
             # As many rows as tokens: how many are left out is known when it runs.
             n_rows = math.prod(call.shape)
             others = [F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats]
-    shaped = (each if each.dim() == 0 else each.view(*call.shape, *each.shape[1:]) for each in _present(outputs))
-    return _present([*shaped, *others])
+    return _present([*outputs, *others])
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:

@@ -219,10 +219,6 @@ def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSe
         return linear_losses(loss, arguments, settings, head)
     linear, local, targets = plan_linear_call(loss, arguments, settings, head)
     if linear.head.needs_gradient:
-        outputs = TokenOutputs(*OverHead.apply(*local, targets, linear))
-    else:
-        with torch.no_grad(), without_autocast(local.hidden.device):
-            outputs, *_ = loops.forward(linear, local, targets)
-    value, *others = (v if v is None or v.dim() == 0 else v.view(*linear.head.shape, *v.shape[1:]) for v in outputs)
-    assert value is not None
-    return TokenOutputs(value, *others)
+        return TokenOutputs(*OverHead.apply(*local, targets, linear))
+    with torch.no_grad(), without_autocast(local.hidden.device):
+        return loops.forward(linear, local, targets)[0]

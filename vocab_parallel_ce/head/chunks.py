@@ -113,9 +113,9 @@ class TokenOrder(NamedTuple):
         """Return ``[M, ...]``: ``values [N, ...]`` in row order."""
         return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[self.token_of_row]
 
-    def to_tokens(self, values: Tensor, fill: float) -> Tensor:
-        """Return ``[N, ...]``: ``values [M, ...]`` in token order."""
-        return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[self.row_of_token]
+    def to_tokens(self, values: Tensor, fill: float, shape: Sequence[int]) -> Tensor:
+        """Return ``[*shape, ...]``: ``values [M, ...]`` in token order; ``shape`` is that of the tokens."""
+        return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[self.row_of_token.view(*shape)]
 
 
 def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:

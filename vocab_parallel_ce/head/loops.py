@@ -129,7 +129,7 @@ def forward(
     parallelism one of hidden states per chunk.
     """
     call, plan, n_rows, kept = linear.call, linear.call.plan, linear.n_rows, None
-    outputs = run.new_outputs(plan, (n_rows,), local.hidden)
+    outputs, by_row = _new_outputs(linear, local.hidden)
     if keeps and linear.n_kept:
         kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
     products = Products(linear, local, targets, (False, False, False), kept)
@@ -150,8 +150,8 @@ def forward(
         del logits, of_rows  # a teacher's head makes the next ones
     if plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
-    plan.launchers.outputs(stats, targets, call.divisor, outputs)
-    return _in_token_order(linear, outputs), stats, kept
+    plan.launchers.outputs(stats, targets, call.divisor, by_row)
+    return _returned(linear, outputs), stats, kept
 
 
 def forward_with_gradients(
@@ -163,12 +163,12 @@ def forward_with_gradients(
 
     Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`.
     """
-    outputs = run.new_outputs(linear.call.plan, (linear.n_rows,), local.hidden)
+    outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
     grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.of_rows)
-    gradients = _gradients(products, stats, grads, outputs)
-    return _in_token_order(linear, outputs), gradients, stats
+    gradients = _gradients(products, stats, grads, by_row)
+    return _returned(linear, outputs), gradients, stats
 
 
 def backward(
@@ -292,18 +292,34 @@ def scaled_by_factor(
     return d_hidden, d_weight, d_bias
 
 
-def _in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
-    """Return outputs of rows as outputs of tokens; a reduced loss is summed."""
-    of_tokens = []
-    for name, values in outputs._asdict().items():
-        if name == "loss" and linear.call.plan.reduction != "none":
-            values = values.sum()
-        elif values is not None and linear.order is not None:
-            values = linear.order.to_tokens(values, -1 if name == "predictions" else 0.0)
-        if values is not None and linear.overflow is not None and name != "predictions":
-            values = values * linear.overflow  # tokens were left out whose 0 would be wrong
-        of_tokens.append(values)
-    return TokenOutputs._make(of_tokens)
+def _new_outputs(linear: LinearCall, like: Tensor) -> tuple[TokenOutputs, TokenOutputs]:
+    """Allocate the outputs, and return them as :func:`_returned` takes them, and by rows: the same memory.
+
+    They have the tokens' shape at once if rows are tokens, since a Function should return no view.
+    """
+    n_rows, shape = linear.n_rows, linear.head.shape
+    if linear.order is not None or len(shape) == 1:
+        outputs = run.new_outputs(linear.call.plan, (n_rows,), like)
+        return outputs, outputs
+    outputs = run.new_outputs(linear.call.plan, shape, like)
+    rows = [None if each is None else each.view(n_rows, *each.shape[len(shape) :]) for each in outputs]
+    return outputs, TokenOutputs._make(rows)
+
+
+def _returned(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
+    """Return the outputs of :func:`_new_outputs` in the order of the tokens; a reduced loss is summed."""
+    if linear.call.plan.reduction != "none":
+        outputs = outputs._replace(loss=outputs.loss.sum())
+    if linear.order is None and linear.overflow is None:
+        return outputs
+    values = outputs._asdict()
+    for name, value in values.items():
+        if value is not None and value.dim() and linear.order is not None:
+            value = linear.order.to_tokens(value, -1 if name == "predictions" else 0.0, linear.head.shape)
+        if value is not None and linear.overflow is not None and name != "predictions":
+            value = value * linear.overflow  # tokens were left out whose 0 would be wrong
+        values[name] = value
+    return TokenOutputs(**values)
 
 
 def _to_rows(linear: LinearCall, grad_output: Tensor) -> Tensor:
@@ -311,6 +327,7 @@ def _to_rows(linear: LinearCall, grad_output: Tensor) -> Tensor:
     if linear.overflow is not None:
         grad_output = grad_output * linear.overflow
     if grad_output.dim() == 0:
-        return grad_output.reshape(1).expand(linear.n_rows)
-    grad_output = grad_output.reshape(-1, *linear.call.plan.row_shape)
+        return grad_output.expand(linear.n_rows)
+    if len(linear.head.shape) > 1:
+        grad_output = grad_output.reshape(-1, *linear.call.plan.row_shape)
     return grad_output if linear.order is None else linear.order.to_rows(grad_output, 0.0)
