@@ -103,9 +103,10 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
-def cut(tensor: Tensor, rows: slice) -> Tensor:
-    """Return these rows of ``tensor [N, ...]``: itself if they are all of it, since a view takes microseconds."""
-    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+def cut(tensor: Tensor, rows: slice, dim: int = 0) -> Tensor:
+    """Return these rows of ``tensor``, along ``dim``: itself if they are all of it, since a view takes microseconds."""
+    n_rows = rows.stop - rows.start
+    return tensor if n_rows == tensor.shape[dim] else tensor.narrow(dim, rows.start, n_rows)
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,16 +53,17 @@ def with_local_rows(arguments: Arguments, settings: Settings, position: tuple[in
 def shard_of_dtensor(head: Head, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
     """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
     n_rows, bias, vocab_size = head.weight.shape[0], head.bias, settings.vocab_size
-    cut = VocabShard.for_rank(n_rows, rank, n_ranks)
+    shard = VocabShard.for_rank(n_rows, rank, n_ranks)
     if isinstance(vocab_size, VocabShard):
         raise ValueError(
-            f"vocab_size: expected a number or None with a DTensor weight, whose shard is {cut}, got {vocab_size}"
+            f"vocab_size: expected a number or None with a DTensor weight, whose shard is {shard}, got {vocab_size}; "
+            "leave it out"
         )
     if bias is not None and is_dtensor(bias) and bias.shape[0] != n_rows:
-        raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
+        raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}; pass that of weight's rows")
     if vocab_size is None:
-        return cut
+        return shard
     vocab_size = checks.checked_count("vocab_size", vocab_size)
     if vocab_size > n_rows:
-        raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}")
-    return cut._replace(vocab_size=vocab_size)
+        raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}; pad weight")
+    return shard._replace(vocab_size=vocab_size)

@@ -41,33 +41,26 @@ def equal_chunk(n_tokens: int, most: int) -> int:
 def chunk_of(
     head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int, element_size: int, kept_bytes: int
 ) -> int:
-    """Return the tokens of a chunk that a caller asks for: ``"auto"``, a number, or bytes for the logits.
+    """Return the tokens of a chunk of the caller's ``chunk_size``: ``"auto"``, a number, or bytes for the logits.
 
     ``kept_bytes`` are those of a token's kept logits: an automatic chunk has as many tokens as may be kept, or fewer.
     """
-    asked, token_bytes = head.chunk_size, n_columns * element_size
-    if asked == "auto":
+    size, token_bytes = head.chunk_size, n_columns * element_size
+    if size == "auto":
         chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
         return min(chosen, max(1, most_kept(head.keep_logits, kept_bytes, chosen)))
-    if not isinstance(asked, str):
-        n_of_chunk = checks.checked_count("chunk_size", asked)
-        check_chunk_tokens(n_of_chunk)
-        return n_of_chunk
-    most = bytes_of(asked) // token_bytes
+    if not isinstance(size, str):
+        count = checks.checked_count("chunk_size", size)
+        if count > MOST_TOKENS:
+            raise ValueError(
+                f"chunk_size: a number is one of tokens, expected at most {MOST_TOKENS}, got {count}; for bytes of "
+                f"logits pass '{count}B', or as '256MiB'"
+            )
+        return count
+    most = bytes_of(size) // token_bytes
     if most == 0:
-        raise ValueError(f"chunk_size: must hold a token's logits, {token_bytes} bytes, got {asked!r}")
+        raise ValueError(f"chunk_size: must hold a token's logits, {token_bytes} bytes, got {size!r}; pass more")
     return equal_chunk(n_tokens, most)
-
-
-def check_chunk_tokens(n_tokens: int) -> None:
-    """Raise unless a chunk may have so many tokens, a number that may be symbolic."""
-    if n_tokens < 1:
-        raise ValueError(f"chunk_size: must be positive, got {n_tokens}")
-    if n_tokens > MOST_TOKENS:
-        raise ValueError(
-            f"chunk_size: a number is one of tokens, expected at most {MOST_TOKENS}, got {n_tokens}; for bytes of "
-            f"logits pass '{n_tokens}B', or as '256MiB'"
-        )
 
 
 def chunks_of(n_tokens: int, chunk: int) -> tuple[slice, ...]:
@@ -131,11 +124,11 @@ def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
 def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder:
     """Return the order in which a chunk has the same part of each rank's tokens: 0 1 4 5, 2 3 6 7 on 2 ranks."""
     tokens = torch.arange(n_tokens, device=device)
-    of_rank = tokens.view(n_ranks, -1)
-    token = torch.cat([of_rank[:, part_of_rank(rows, n_ranks)].reshape(-1) for rows in chunks])
+    by_rank = tokens.view(n_ranks, -1)
+    token = torch.cat([by_rank[:, part_of_rank(rows, n_ranks)].reshape(-1) for rows in chunks])
     return TokenOrder(token, torch.empty_like(token).scatter_(0, token, tokens))
 
 
 def part_of_rank(rows: slice, n_ranks: int) -> slice:
-    """Return which of its own tokens each rank has in a chunk, with sequence parallelism."""
+    """Return which of its tokens each rank has in a chunk, with sequence parallelism."""
     return slice(rows.start // n_ranks, rows.stop // n_ranks)

@@ -30,28 +30,28 @@ _misfits: deque[tuple[Tensor, Any]] = deque()  # flags on their way to the host,
 class Expected(NamedTuple):
     """The expected grad_output, fp32."""
 
-    of_tokens: Tensor  # [N], 0 for ignored tokens
-    of_rows: Tensor  # [M]
+    by_token: Tensor  # [N], 0 for ignored tokens
+    by_row: Tensor  # [M]
     is_valid: Tensor  # [N] bool: not ignored
 
 
-def check_expected(given: Any, tokens: Tokens) -> None:
-    """Raise unless ``given`` is a tensor of one real number per token."""
-    if not isinstance(given, Tensor) or given.is_complex():
-        got = getattr(given, "dtype", type(given).__name__)
-        raise TypeError(f"expected_grad_output: expected a tensor of real numbers, got {got}")
-    if given.layout is not torch.strided:
-        raise TypeError(f"expected_grad_output: expected a dense tensor, got layout {given.layout}")
-    device = tokens.tensor.device
-    if given.shape != tokens.shape or given.device != device:
-        expected = f"shape {tuple(tokens.shape)} on {device}, as labels"
-        raise ValueError(f"expected_grad_output: expected {expected}, got {tuple(given.shape)} on {given.device}")
+def check_expected(factors: Any, tokens: Tokens) -> None:
+    """Raise unless ``factors`` is a tensor of one real number per token."""
+    name, device = "expected_grad_output", tokens.tensor.device
+    if not isinstance(factors, Tensor) or factors.is_complex():
+        got = getattr(factors, "dtype", type(factors).__name__)
+        raise TypeError(f"{name}: expected a tensor of real numbers, got {got}; pass what multiplies the losses")
+    if factors.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {factors.layout}; pass its to_dense()")
+    if factors.shape != tokens.shape or factors.device != device:
+        expected, got = f"{tuple(tokens.shape)} on {device}", f"{tuple(factors.shape)} on {factors.device}"
+        raise ValueError(f"{name}: expected shape {expected}, got {got}; pass one number for each label")
 
 
-def expected_of(given: Tensor, is_valid: Tensor, order: TokenOrder | None) -> Expected:
-    """Return the checked ``given [...]`` as backward and the chunks need it."""
-    of_tokens = torch.where(is_valid, flat(given.detach()).float(), 0.0)
-    return Expected(of_tokens, of_tokens if order is None else order.to_rows(of_tokens, 0.0), is_valid)
+def expected_of(factors: Tensor, is_valid: Tensor, order: TokenOrder | None) -> Expected:
+    """Return the checked ``factors [...]`` as backward and the chunks need it."""
+    by_token = torch.where(is_valid, flat(factors.detach()).float(), 0.0)
+    return Expected(by_token, by_token if order is None else order.to_rows(by_token, 0.0), is_valid)
 
 
 def factor_of(expected: Expected, grad_output: Tensor) -> Tensor:
@@ -59,10 +59,10 @@ def factor_of(expected: Expected, grad_output: Tensor) -> Tensor:
     if grad_output.shape[0] == 0:
         return grad_output.new_ones(1, dtype=torch.float32)
     real = torch.where(expected.is_valid, grad_output.float(), 0.0)
-    largest = expected.of_tokens.abs().argmax().reshape(1)
-    divisor = expected.of_tokens.index_select(0, largest)
+    largest = expected.by_token.abs().argmax().reshape(1)
+    divisor = expected.by_token.index_select(0, largest)
     factor = torch.where(divisor == 0, 0.0, real.index_select(0, largest) / divisor)
-    product = factor * expected.of_tokens
+    product = factor * expected.by_token
     fits = (real - product).abs() <= TOLERANCE * product.abs() + torch.finfo(torch.float32).tiny
     # An infinite grad_output is an overflow: the gradients are not finite then, and that is no misfit.
     _remember((~fits & real.isfinite() & factor.isfinite()).any())

@@ -134,20 +134,20 @@ def forward(
         kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
     products = Products(linear, local, targets, (False, False, False), kept)
     stats = run.new_statistics(plan, n_rows, local.hidden)
-    own = stats[0][plan.rank : plan.rank + 1]
+    local_stats = cut(stats[0], slice(plan.rank, plan.rank + 1))
     for rows, states in products.hidden.chunks():
         logits, *_ = products.memory(rows)
         products.fill_logits(states, logits)
-        of_rows = plan.loss.at(targets, rows)
+        chunk_targets = plan.loss.at(targets, rows)
         if plan.launchers.second is None:
-            plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
+            plan.launchers.statistics(logits, chunk_targets, (cut(local_stats, rows, dim=1),), 0)
         else:
             # What the second exchange needs is there while the chunk's logits are.
-            found, _ = run.local_statistics(plan, logits, of_rows)
-            run.exchange(call, logits, of_rows, found)
-            for each, of_chunk in zip(stats, found, strict=True):
-                each[:, rows] = of_chunk
-        del logits, of_rows  # a teacher's head makes the next ones
+            chunk_stats, _ = run.local_statistics(plan, logits, chunk_targets)
+            run.exchange(call, logits, chunk_targets, chunk_stats)
+            for each, chunk_each in zip(stats, chunk_stats, strict=True):
+                each[:, rows] = chunk_each
+        del logits, chunk_targets  # a teacher's head makes the next ones
     if plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
     plan.launchers.outputs(stats, targets, call.divisor, by_row)
@@ -166,7 +166,7 @@ def forward_with_gradients(
     outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
-    grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.of_rows)
+    grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.by_row)
     gradients = _gradients(products, stats, grads, by_row)
     return _returned(linear, outputs), gradients, stats
 
@@ -214,7 +214,7 @@ def _add_chunk(
             products.fill_logits(cut(states, part), part_logits)
         part_targets = plan.loss.at(products.targets, part_rows)
         if outputs is None:
-            exchange: Any = _stats_at(stats, part_rows), None
+            exchange: Any = tuple([cut(each, part_rows, dim=1).contiguous() for each in stats]), None
         else:
             exchange = _begin_exchange(call, part_logits, part_targets)
         begun.append((part, part_rows, part_logits, part_targets, *exchange))
@@ -227,8 +227,8 @@ def _add_chunk(
             else:
                 run.exchange(call, part_logits, part_targets, part_stats, handle)
                 plan.launchers.outputs(part_stats, part_targets, call.divisor, part_outputs)
-                for each, of_part in zip(stats, part_stats, strict=False):  # forward may have none
-                    each[:, part_rows] = of_part
+                for each, part_each in zip(stats, part_stats, strict=False):  # forward may have none
+                    each[:, part_rows] = part_each
         if part_stats is not None:
             part_grads = GradOutputs._make([None if grad is None else cut(grad, part_rows) for grad in grads])
             part_gradient = part_logits if d_logits is logits else cut(d_logits, part)
@@ -239,12 +239,6 @@ def _add_chunk(
         if d_hidden is not None:
             products.fill_d_hidden(cut(d_logits, part), cut(d_hidden, part))
     products.finish_chunk(rows, states, d_hidden, d_logits)
-
-
-def _stats_at(stats: Stats, rows: slice) -> Stats:
-    """Return the statistics of some rows, contiguous."""
-    are_all = rows.stop - rows.start == stats[0].shape[1]
-    return tuple([(each if are_all else each[:, rows]).contiguous() for each in stats])
 
 
 def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | None, Any]:

@@ -187,7 +187,9 @@ def checked_head_plan(
         check_expects(settings, dtype)
     planned = make_head_plan(loss, arguments, settings, head, dtype, position)
     if head.sequence_parallel and group is None:
-        raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
+        raise ValueError(
+            "sequence_parallel: expected the group whose ranks hold the parts, got group=None; pass group="
+        )
     return planned
 
 
@@ -265,7 +267,7 @@ def _compare(
     """Compare the ranks' arguments."""
     options = comparable(settings, arguments.num_items) | head._asdict()
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": planned.dtype}
-    options["expected_grad_output"] = None if expected is None else verify.shown(expected.of_tokens)
+    options["expected_grad_output"] = None if expected is None else verify.shown(expected.by_token)
     verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options)
 
 

@@ -22,7 +22,8 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
     if head.logits_dtype not in (None, torch.float32):
-        raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}")
+        remedy = "leave it out for the dtype of the products"
+        raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}; {remedy}")
     chunk_of(head, 1, 1, 1, 1, 1)
     if settings.gradient == "in_forward" and settings.reduction == "none" and not knows_grad_output:
         raise ValueError(
@@ -30,7 +31,9 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
             "pass expected_grad_output"
         )
     if head.sequence_parallel and not head.reduce_hidden_grad:
-        raise ValueError("reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False")
+        raise ValueError(
+            "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False; leave it out"
+        )
     if head.valid_tokens is None:
         return
     checks.check_integer("valid_tokens", head.valid_tokens)
@@ -39,7 +42,7 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     if head.sequence_parallel:
         raise ValueError(
             "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
-            f"already, got {head.valid_tokens}"
+            f"already, got {head.valid_tokens}; leave it out"
         )
 
 
@@ -56,7 +59,9 @@ def check_expects(settings: Settings, dtype: torch.dtype) -> None:
     """Check that forward may compute gradients with an expected grad_output."""
     if (settings.reduction, settings.gradient) != ("none", "in_forward"):
         got = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
-        raise ValueError(f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {got}")
+        raise ValueError(
+            f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {got}; pass those"
+        )
     if dtype == torch.float16:
         raise ValueError(
             "expected_grad_output: expected bf16 or fp32, because small gradients of fp16 would underflow before the "
