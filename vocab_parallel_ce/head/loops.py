@@ -48,7 +48,8 @@ class Products:
             self.weight_t = fp32_factor(self.weight).t()
         has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
         n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
-        longest = next((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), 0)  # the first
+        made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest
+        longest = made[0].stop - made[0].start if made else 0
         self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
         self.d_buffer = self.weight.new_empty(longest, weight.shape[0]) if has_d_buffer else None
         self.d_weight: WeightGradient | None = None
@@ -257,7 +258,7 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
     if linear.overflow is not None:
         grad_output = grad_output * linear.overflow
     # Of ``data``, autograd counts no versions: a backward after this one may recompute.
-    d_hidden, d_weight, d_bias = (None if grad is None else grad.data for grad in gradients)
+    d_hidden, d_weight, d_bias = [None if grad is None else grad.data for grad in gradients]
     for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
         if grad is not None:
             linear.call.plan.launchers.element_mul(grad, per_row(grad_output, grad))

@@ -69,7 +69,7 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
     if not linear.head.recomputes:
         check_loss_alone(grads)
     with without_autocast(ctx.device):
-        if computed and not ctx.has_overwritten and all(grad is None for grad in grads[1:]):
+        if computed and not ctx.has_overwritten and all([grad is None for grad in grads[1:]]):
             assert grads.loss is not None
             ctx.has_overwritten, ctx.handed_on = True, not linear.head.recomputes
             if linear.expected is None:
