@@ -298,28 +298,6 @@ def test_a_compiled_call_with_a_threshold_has_the_same_bits(is_head):
 
 
 @pytest.mark.reference
-def test_refusals_by_name():
-    logits, labels, threshold = torch.randn(4, 9), torch.randint(0, 9, (4,)), torch.zeros(4)
-    for error, words, changed in (
-        (TypeError, "threshold: expected a torch.Tensor", {"threshold": 1.0}),
-        (TypeError, "threshold: dtype must be floating point", {"threshold": labels}),
-        (TypeError, "threshold: .*requires no gradient", {"threshold": threshold.clone().requires_grad_()}),
-        (ValueError, "threshold: expected 1 element, or the shape of the labels", {"threshold": threshold[:2]}),
-        (ValueError, "outputs: expected no 'mean_logit' with a threshold", {"outputs": ("entropy", "mean_logit")}),
-        (ValueError, "labels: expected one per token with outputs or a threshold", {"labels": labels[:, None]}),
-    ):
-        with pytest.raises(error, match=f"^{words}"):
-            token_log_probs(**{"logits": logits, "labels": labels, "threshold": threshold} | changed)
-    for error, words, given in (
-        (TypeError, "logits: expected a torch.Tensor", {"logits": [1.0]}),
-        (ValueError, "logits: expected shape", {"logits": torch.tensor(1.0)}),
-        (ValueError, r"top_p: must be in \(0, 1\], got 0.0$", {"top_p": 0.0}),
-        (ValueError, r"top_p: must be in \(0, 1\], got 1.1$", {"top_p": 1.1}),
-        (ValueError, "top_k: must be", {"top_k": 0}),
-        (ValueError, "temperature: must be positive", {"temperature": 0.0}),
-        (ValueError, "temperature: expected 1 element", {"temperature": torch.ones(3)}),
-    ):
-        with pytest.raises(error, match=f"^{words}"):
-            sampling_threshold(**{"logits": logits} | given)
-    everything = sampled(logits, labels, Sampling(9, 1.0))
-    assert torch.equal(everything, token_log_probs(logits, labels))
+def test_all_tokens_are_those_without_a_threshold():
+    logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))
+    assert torch.equal(sampled(logits, labels, Sampling(9, 1.0)), token_log_probs(logits, labels))

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
 
 from tests.linear.test_autograd import AT_ANY_MOMENT, ROWS, Case
 from tests.support.cases import linear
@@ -185,6 +186,17 @@ def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
         for same, expected in zip((*narrow.outputs, *narrow[1:3]), (*wide.outputs, *wide[1:3]), strict=True):
             torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
         assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("function", (linear_cross_entropy, linear_token_log_probs))
+def test_parameters_and_their_views_are_plain_tensors(function):
+    hidden, weight, labels = torch.randn(6, WIDTH), torch.randn(COLUMNS, WIDTH), torch.arange(6)
+    parameter = nn.Parameter(weight)
+    for view in (parameter, parameter * 2, parameter[:, :], parameter.t().contiguous().t()):
+        parameter.grad = None
+        function(hidden, view, labels).sum().backward()
+        assert parameter.grad.any()
 
 
 @AT_ANY_MOMENT

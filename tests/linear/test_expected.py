@@ -162,28 +162,6 @@ def test_no_tokens_and_a_second_backward(impl_device):
         loss.backward(mask.to(case.device))
 
 
-REFUSED = [
-    ({"reduction": "sum"}, ValueError, "reduction='none' and gradient='in_forward', got reduction='sum'"),
-    ({"gradient": "in_backward"}, ValueError, "got reduction='none' and gradient='in_backward'"),
-    ({"expected_grad_output": torch.ones(ROWS + 1)}, ValueError, r"shape \(6,\).*got \(7,\)"),
-    ({"expected_grad_output": [1.0] * ROWS}, TypeError, "a tensor of real numbers, got list"),
-    ({"expected_grad_output": torch.ones(ROWS, dtype=torch.complex64)}, TypeError, "got torch.complex64"),
-    ({"expected_grad_output": torch.ones(ROWS).to_sparse()}, TypeError, "expected a dense tensor, got layout"),
-    ({"expected_grad_output": None}, ValueError, "'none', got both.*pass expected_grad_output"),
-]
-
-
-@pytest.mark.reference
-def test_refused():
-    case = Case(("reference", "cpu"))
-    for options, kind, message in REFUSED:
-        given = {"expected_grad_output": torch.ones(ROWS), **WAY, **options}
-        with pytest.raises(kind, match=f"(?s){message}"):
-            linear_cross_entropy(*case.leaves[:2], case.labels, **given)
-    with pytest.raises(ValueError, match="expected bf16 or fp32"):
-        Case(("reference", "cpu"), torch.float16).loss(torch.ones(ROWS))
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_the_host_never_waits(impl):

@@ -166,30 +166,6 @@ def test_auto_keeps_logits_of_a_reduced_loss_if_its_outputs_may_be_differentiate
     assert_equal(*results)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    (
-        (
-            {"keep_logits": "much"},
-            ValueError,
-            "keep_logits: expected 'none', 'all', or bytes as '256MiB' .*, got 'much'",
-        ),
-        ({"keep_logits": 5}, TypeError, "keep_logits: expected 'none', 'all', or bytes as '2GiB', got 5"),
-        (
-            {"keep_logits": "all", "gradient": "in_forward"},
-            ValueError,
-            "keep_logits: expected 'none' with gradient='in_forward', .*got 'all'",
-        ),
-        ({"keep_logits": "95B"}, ValueError, "keep_logits: must hold the logits of a chunk, 2 tokens of 96 bytes"),
-    ),
-)
-def test_refusals(options, error, message):
-    (hidden, weight, _), labels = inputs()
-    options = {"reduction": "none", "keep_logits": "all", **CHUNKED, **options}
-    with pytest.raises(error, match=message):
-        linear_cross_entropy(hidden, weight, labels, **options)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_leaves_it_to_eager_code(name, monkeypatch):
     expected, call = results(name, keep_logits="all"), CALLS[name]

@@ -166,14 +166,6 @@ def test_wrappers(impl_device, wrapper):
 
 
 @pytest.mark.reference
-def test_one_launch_keeps_no_statistics():
-    with pytest.raises(ValueError, match="^impl: 'one_pass' keeps no statistics.*'auto'.*or gradient='in_forward'"):
-        Case(("one_pass", "cpu")).loss(outputs=("lse",))
-    with pytest.raises(ValueError, match="^impl: 'one_pass' needs a GPU"):
-        Case(("one_pass", "cpu")).loss(outputs=("lse",), gradient="in_forward")
-
-
-@pytest.mark.reference
 def test_compiled_code_recomputes_or_leaves_the_mode_by_name_to_eager_code():
     def step(hidden, weight, labels, gradient):
         return linear_cross_entropy(hidden, weight, labels, outputs=("lse",), gradient=gradient)

@@ -1,4 +1,4 @@
-"""What a loss returns beside itself that has a gradient: against the oracle in each mode; what probabilities refuse."""
+"""What a loss returns beside itself that has a gradient: against the oracle in each mode."""
 
 import pytest
 import torch
@@ -42,27 +42,6 @@ def test_values_and_the_gradient_of_all_together(impl_device, gradient, reductio
     for name, *triple in zip(("loss", *DIFFERENTIABLE), differentiable, truth, peer, strict=True):
         assert_within_budget(*triple, magnitudes.get(name, 0.0))
     assert_within_budget(leaf.grad, grad, peer_grad, of_sum_sq_probs(grads[3]))
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(
-    ("name", "value"),
-    (("ignore_index", 0), ("outputs", ("lse",)), ("check_labels", True)),
-)
-def test_probabilities_refuse_what_has_no_use_with_them(name, value):
-    logits = torch.randn(2, 3, 5)
-    before = logits.clone()
-    with pytest.raises(ValueError, match=f"^{name}: has no use with probabilities as labels, got "):
-        vocab_parallel_cross_entropy(logits, logits.softmax(-1), **{name: value})
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.reference
-def test_probabilities_of_another_shape_are_refused():
-    with pytest.raises(
-        ValueError, match=r"^labels: shape of probabilities must be that of logits, \(2, 5\), got \(2,\)"
-    ):
-        vocab_parallel_cross_entropy(torch.randn(2, 5), torch.ones(2))
 
 
 @pytest.mark.parametrize("nothing", [{"num_items": 0}, {"class_weight": torch.zeros(40)}], ids=["items", "weights"])

@@ -1,4 +1,4 @@
-"""A tensor temperature, of one element or one per token: the oracle's results, edges, refusals, memory."""
+"""A tensor temperature, of one element or one per token: the oracle's results, edges, memory."""
 
 import pytest
 import torch
@@ -78,28 +78,6 @@ def test_leading_dimensions_and_a_changed_temperature():
         t += 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.sum().backward()
-
-
-REFUSED = {
-    "dtype must be floating point": (TypeError, torch.ones(ROWS, dtype=torch.int64)),
-    "pass its detach": (TypeError, torch.ones(ROWS, requires_grad=True)),
-    "device must be that of": (ValueError, torch.ones(ROWS, device="meta")),
-    "expected 1 element, or the shape of the labels": (ValueError, torch.ones(ROWS, 1)),
-    "dense": (TypeError, torch.ones(ROWS).to_sparse()),
-}
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message):
-    logits, labels = broad_rows("peaked")
-    error, temperature = REFUSED[message]
-    for call in (
-        token_log_probs,
-        lambda x, y, **given: linear_token_log_probs(x, torch.ones(9, x.shape[1]), y, **given),
-    ):
-        with pytest.raises(error, match=f"^temperature: .*{message}"):
-            call(logits, labels, temperature=temperature)
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""Probability targets: PyTorch's number, edges, in-place gradients, refusals. ``tests/conformance`` has the numbers."""
+"""Probability targets: PyTorch's number, edges, in-place gradients. ``tests/conformance`` has the numbers."""
 
 import pytest
 import torch
@@ -103,34 +103,6 @@ def test_where_the_gradient_is_written():
     assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
     with pytest.raises(ValueError, match="^labels: expected memory of its own"):
         vocab_parallel_cross_entropy(logits, logits.detach(), gradient="in_backward")
-
-
-@pytest.mark.reference
-def test_refusals_by_name():
-    logits, targets = torch.randn(2, 5, requires_grad=True), torch.rand(2, 5)
-    for error, words, changed in (
-        (TypeError, "labels: .*requires no gradient", {"labels": targets.clone().requires_grad_()}),
-        (ValueError, "labels: .*shape", {"labels": torch.zeros(2, 5, dtype=torch.int64)}),  # ids, which have no columns
-        (ValueError, "labels: shape", {"labels": targets[:, :4]}),
-        (TypeError, "labels: expected a torch.Tensor", {"labels": 3}),
-        (ValueError, "gradient: ", {"gradient": "forward"}),
-        (ValueError, "reduction: ", {"reduction": "batchmean"}),
-        (ValueError, "ignore_index: ", {"ignore_index": 3}),
-        (ValueError, "outputs: ", {"outputs": ("entropy",)}),
-        (ValueError, "check_labels: ", {"check_labels": True}),
-        (ValueError, "class_weight: expected shape", {"class_weight": torch.ones(4)}),
-        (
-            TypeError,
-            "class_weight: .*no gradient",
-            {"class_weight": torch.ones(5, requires_grad=True)},
-        ),
-        (ValueError, "num_items: ", {"num_items": -1, "reduction": "sum"}),
-        (ValueError, "logits: last dimension", {"vocab_size": 9}),
-        (ValueError, "impl: 'one_pass'", {"impl": "one_pass"}),
-    ):
-        given = {"logits": logits, "labels": targets} | changed
-        with pytest.raises(error, match=f"^{words}"):
-            vocab_parallel_cross_entropy(**given)
 
 
 @in_two_ranks

@@ -1,4 +1,4 @@
-"""Teachers that are known at their k most probable tokens: numbers against fp64, edges, refusals, ranks."""
+"""Teachers that are known at their k most probable tokens: numbers against fp64, edges, ranks."""
 
 from functools import partial
 

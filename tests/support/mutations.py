@@ -40,6 +40,7 @@ OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear
 OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
+REFUSALS = "tests/refusals"  # after each suite
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
     "kernels/walk": f"{INTERPRETED} {OF_PAIRS}",
@@ -124,7 +125,7 @@ def apply(fault: Fault, package: Path) -> None:
 
 def arguments_for(fault: Fault, given: Sequence[str]) -> list[str]:
     suites = next(suites for beginning, suites in SUITES.items() if fault.file.startswith(beginning))
-    return list(given) or ["-n", "0", *shlex.split(suites)]
+    return list(given) or ["-n", "0", *shlex.split(suites), REFUSALS]
 
 
 def outcome(fault: Fault, given: Sequence[str], timeout: float) -> Outcome:

@@ -1,0 +1,113 @@
+"""Refusals of distillation: teachers that are logits, heads, or known at their k most probable tokens."""
+
+import torch
+
+from tests.refusals.rows import Row, Table
+from vocab_parallel_ce import Head, TopKTeacher, VocabShard, distillation_loss, linear_distillation_loss
+
+STUDENT, TEACHER, LABELS = torch.randn(2, 6), torch.randn(2, 6), torch.tensor([1, 2])
+with torch.inference_mode():
+    OF_INFERENCE = TEACHER.clone()
+HARD, JS, CHECKED = {"hard_weight": 0.5, "labels": LABELS}, {"divergence": "js"}, {"check_labels": True}
+SHARD = VocabShard(0, 6, 5)
+OF_LOGITS: list[Row] = [
+    ({"teacher": TEACHER.clone().requires_grad_()}, TypeError, "teacher: .*requires no gradient"),
+    ({"teacher": TEACHER.long()}, TypeError, "teacher: dtype"),
+    ({"teacher": OF_INFERENCE}, ValueError, "teacher: expected .*clone"),
+    ({"teacher": TEACHER[:1]}, ValueError, "teacher: shape"),
+    ({"teacher": TEACHER[:, :5]}, ValueError, "teacher: last dimension must be the student's, 6, if vocab_size "),
+    ({"teacher": TEACHER[:, :4], "vocab_size": 5}, ValueError, "teacher: last dimension"),
+    ({"teacher": TEACHER[:, :4], "vocab_size": SHARD}, ValueError, "teacher: last dimension must give"),
+    ({"teacher": Head(STUDENT, STUDENT)}, TypeError, "teacher: expected logits or a TopKTeacher, got a Head"),
+    ({"teacher": (LABELS, STUDENT)}, TypeError, "teacher: expected a torch.Tensor"),
+    ({"student_logits": [1.0]}, TypeError, "student_logits: expected a torch.Tensor, got list"),
+    ({"vocab_size": 7}, ValueError, "student_logits: last dimension must be"),
+    ({"divergence": "kl"}, ValueError, "divergence: "),
+    ({"beta": 1.0, **JS}, ValueError, "beta: must be above 0"),
+    ({"beta": 0.3}, ValueError, "beta: expected divergence='js'"),
+    ({"hard_weight": 0.5}, ValueError, "hard_weight: expected labels"),
+    ({"hard_weight": 2, "labels": LABELS}, ValueError, "hard_weight: must be"),
+    ({"labels": LABELS[:1]}, ValueError, "labels: shape"),
+    ({"labels": LABELS + 5, **CHECKED}, ValueError, "labels: must be in"),
+    ({"temperature": 0.0}, ValueError, "temperature: "),
+    ({"gradient": "forward"}, ValueError, "gradient: "),
+    ({"softcap": 3.0}, TypeError, ".*unexpected keyword argument 'softcap'"),
+]
+IDS, LOG_PROBS = torch.tensor([[1, 2], [3, 3]]), -torch.rand(2, 2) - 1
+TOP_K = TopKTeacher(IDS, LOG_PROBS)
+LEARNED = LOG_PROBS.clone().requires_grad_()
+OUTSIDE = TopKTeacher(torch.tensor([[1, 2], [3, 6]]), -torch.ones(2, 2))
+OF_TOP_K: list[Row] = [
+    ({"teacher.ids": None}, TypeError, "teacher.ids: expected a torch.Tensor"),
+    ({"teacher.log_probs": None}, TypeError, "teacher.log_probs: expected a torch.Tensor"),
+    ({"teacher.ids": LOG_PROBS}, TypeError, "teacher.ids: dtype"),
+    ({"teacher.log_probs": IDS}, TypeError, "teacher.log_probs: dtype"),
+    ({"teacher.log_probs": LEARNED}, TypeError, "teacher.log_probs: .*no gradient"),
+    ({"teacher.log_probs": LEARNED, **HARD}, TypeError, "teacher.log_probs: .*no gradient"),
+    ({"teacher.ids": IDS[:1]}, ValueError, "teacher.ids: shape"),
+    ({"teacher.ids": IDS[:, :1]}, ValueError, "teacher.ids: shape"),
+    ({"teacher.rest": "drop"}, ValueError, "teacher.rest: expected one of"),
+    ({"teacher": TOP_K, **CHECKED}, ValueError, "teacher.ids: must be different"),
+    ({"teacher": TOP_K, **CHECKED, **JS}, ValueError, "teacher.ids: must be different"),
+    ({"teacher": OUTSIDE, **CHECKED}, ValueError, "teacher.ids, labels: must be in"),
+    ({"teacher": OUTSIDE, **CHECKED, **JS}, ValueError, "teacher.ids, labels: must be in"),
+    ({"divergence": "backward"}, ValueError, "divergence: expected one of"),
+    ({"gradient": "in_forward"}, ValueError, "gradient: expected no 'in_forward'"),
+    ({"hard_weight": 0.5}, ValueError, "hard_weight: expected labels"),
+    ({"temperature": 2.0, **HARD}, ValueError, "hard_weight: expected temperature=1"),
+    ({"beta": 1.0, **JS}, ValueError, "beta: must be above 0"),
+    ({"reduction": "max", **JS}, ValueError, "reduction: expected one of"),
+    ({"student_logits": None, **JS}, TypeError, "student_logits: expected a torch.Tensor, got NoneType"),
+]
+TOKENS, COLUMNS = 9, 40
+OF_STUDENT = Head(torch.randn(TOKENS, 12), torch.randn(COLUMNS, 12).requires_grad_(), torch.randn(COLUMNS))
+OF_TEACHER = Head(torch.randn(TOKENS, 7), torch.randn(COLUMNS, 7), torch.randn(COLUMNS))
+HIDDEN, WEIGHT, BIAS = OF_TEACHER
+OF_TOKENS = torch.arange(TOKENS)
+OF_HEADS: list[Row] = [
+    ({"teacher.weight": WEIGHT.clone().requires_grad_()}, TypeError, "teacher.weight: .*detach"),
+    ({"teacher.hidden": HIDDEN[:3]}, ValueError, "teacher.hidden: shape must be that of student.hidden"),
+    ({"teacher.weight": WEIGHT.bfloat16()}, TypeError, "teacher.weight: dtype"),
+    ({"teacher.weight": WEIGHT[:, :3]}, ValueError, "teacher.weight: expected shape"),
+    ({"teacher.bias": BIAS[:3]}, ValueError, "teacher.bias: expected shape"),
+    ({"teacher.weight": WEIGHT[:9], "teacher.bias": None}, ValueError, "teacher.weight: rows"),
+    ({"teacher.hidden": [1]}, TypeError, "teacher.hidden: expected a torch.Tensor, got list$"),
+    ({"teacher": OF_TOKENS}, TypeError, "teacher: expected a Head or a TopKTeacher, got Tensor"),
+    ({"student": OF_TOKENS}, TypeError, "student: expected a Head, got Tensor"),
+    ({"student.bias": 1}, TypeError, "student.bias: expected a torch.Tensor"),
+    ({"vocab_size": 999}, ValueError, "student.weight: rows must be"),
+    ({"ignore_index": "x"}, TypeError, "ignore_index: "),
+    ({"hard_weight": 0.5}, ValueError, "hard_weight: expected labels"),
+    ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
+    ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
+    ({"labels": OF_TOKENS[:2]}, ValueError, "labels: shape must be"),
+    ({"valid_tokens": 3}, TypeError, ".*unexpected keyword argument 'valid_tokens'"),
+    ({"sequence_parallel": True}, TypeError, ".*unexpected keyword argument 'sequence_parallel'"),
+]
+SMALL = Head(torch.randn(2, 3), torch.eye(3))
+OF_HEAD_AND_TOP_K: list[Row] = [
+    ({"gradient": "in_forward"}, ValueError, "gradient: expected no 'in_forward' with a TopKTeacher"),
+    ({"student.hidden": None, **JS}, TypeError, "student.hidden: expected a torch.Tensor, got NoneType"),
+]
+
+
+def a_call():
+    return {"student_logits": STUDENT.clone().requires_grad_() * 1, "teacher": TEACHER}
+
+
+TABLES = [
+    Table("distillation_loss", distillation_loss, a_call, OF_LOGITS),
+    Table("distillation_loss of top-k", distillation_loss, lambda: a_call() | {"teacher": TOP_K}, OF_TOP_K),
+    Table(
+        "linear_distillation_loss",
+        linear_distillation_loss,
+        lambda: {"student": OF_STUDENT, "teacher": OF_TEACHER},
+        OF_HEADS,
+    ),
+    Table(
+        "linear_distillation_loss of top-k",
+        linear_distillation_loss,
+        lambda: {"student": SMALL, "teacher": TOP_K},
+        OF_HEAD_AND_TOP_K,
+    ),
+]

@@ -1,0 +1,254 @@
+"""Refusals of losses and log-probabilities of heads, and of the heads that a module takes."""
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils._pytree import tree_map
+
+from tests.refusals.logits import OUTPUTS, TEMPERATURES, WHEN_SET
+from tests.refusals.rows import EITHER, Row, Table
+from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
+
+UNITS = r"\(in B, KB, MB, GB, KiB, MiB, GiB\)"
+COLUMNS, WIDTH = 21, 8
+
+
+class QuantisedWeight(torch.Tensor):
+    """Integers and a scale that pass for a weight of another dtype, as torchao's and others' do."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype, device=values.device)
+
+    def __init__(self, values, scale):
+        self.values, self.scale = values, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values, args[0].scale)
+        args, kwargs = tree_map(lambda x: x.values * x.scale if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+HIDDEN, WEIGHT, BIAS = torch.randn(2, 3, WIDTH), torch.randn(COLUMNS, WIDTH), torch.randn(COLUMNS)
+LABELS = torch.zeros(2, 3, dtype=torch.int64)
+QUANTISED = QuantisedWeight(torch.ones(COLUMNS, WIDTH, dtype=torch.int8), torch.tensor(0.1))
+PADDED = torch.tensor([[0, 19, 20], [-100, 1, 2]])
+CHUNKS: list[Row] = [
+    ({"chunk_size": 0}, ValueError, "chunk_size: .* got 0"),
+    ({"chunk_size": True}, EITHER, "chunk_size: expected .*got .*(bool|True)"),
+    ({"chunk_size": None}, EITHER, "chunk_size: expected .*None"),
+    ({"chunk_size": f"{COLUMNS * 4 - 1}B"}, ValueError, "chunk_size: .* 84 bytes, got '83B'"),
+    ({"chunk_size": 2.5}, EITHER, "chunk_size: expected .*got .*(float|2.5)"),
+    *(
+        ({"chunk_size": text}, ValueError, f"chunk_size: expected 'auto', .*bytes as '256MiB' {UNITS}, got '{text}'$")
+        for text in ("0KiB", "0.0MB", "0.001B", "1 kB", "256mb", ".5MB", "1e3B", "1.MiB", "-1B", "64", "")
+    ),
+    ({"chunk_size": 2**28}, ValueError, "chunk_size: a number is .*tokens, .*1048576, got 268435456; .*'268435456B'"),
+]
+OF_BOTH: list[Row] = [
+    ({"hidden": [1.0]}, TypeError, "hidden: .*Tensor.*list"),
+    ({"hidden": HIDDEN.double()}, TypeError, "hidden: dtype .*float64"),
+    ({"hidden": HIDDEN[0, 0], "labels": LABELS[0, 0]}, ValueError, r"hidden: .*\(8,\)"),
+    ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, ValueError, r"hidden: .*\(2, 3, 0\)"),
+    ({"hidden": HIDDEN.bfloat16()}, TypeError, "weight: dtype .*bfloat16.*float32"),
+    ({"weight": nn.Linear(WIDTH, COLUMNS)}, TypeError, "weight: .*Tensor.*Linear"),
+    ({"weight": WEIGHT[0]}, ValueError, r"weight: .*\(8,\)"),
+    ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\)"),
+    ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
+    ({"weight": WEIGHT.to(torch.int8)}, TypeError, "weight: dtype .*int8"),
+    ({"weight": WEIGHT.to(torch.float8_e4m3fn)}, TypeError, "weight: dtype .*float8_e4m3fn"),
+    ({"weight": QUANTISED}, TypeError, "weight: .*QuantisedWeight"),
+    ({"weight": nn.Parameter(QUANTISED, requires_grad=False)}, TypeError, "weight: .*QuantisedWeight"),
+    ({"weight": WEIGHT.to("meta")}, ValueError, "weight: device .*cpu.*meta"),
+    ({"bias": 0.0}, TypeError, "bias: .*Tensor.*float"),
+    ({"bias": True}, TypeError, "bias: .*Tensor or None, got bool; pass .*bias.* or None"),
+    ({"bias": WEIGHT[0]}, ValueError, r"bias: .*21.*\(8,\)"),
+    ({"bias": BIAS.bfloat16()}, TypeError, "bias: dtype .*float32.*bfloat16"),
+    ({"bias": BIAS.to("meta")}, ValueError, "bias: device .*cpu.*meta"),
+    ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
+    ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
+    ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
+    ({"labels": BIAS.expand(2, 3, COLUMNS)}, TypeError, "labels: dtype .*float32; .*vocab_parallel_cross_entropy"),
+    ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
+    ({"labels": PADDED, "vocab_size": 20, "check_labels": True}, ValueError, r"labels: .*\[0, 20\) .*\(0, 2\): 20$"),
+    ({"main_grad": True}, TypeError, "main_grad: .*Tensor.*bool"),
+    ({"main_grad": WEIGHT.bfloat16()}, TypeError, "main_grad: dtype .*float32.*bfloat16"),
+    ({"main_grad": WEIGHT.t()}, ValueError, r"main_grad: .*\(21, 8\).*\(8, 21\)"),
+    ({"main_grad": WEIGHT.to("meta")}, ValueError, "main_grad: .*cpu.*meta"),
+    *CHUNKS,
+    ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
+    ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
+    ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
+    ({"logits_dtype": torch.bfloat16}, ValueError, "logits_dtype: expected None or torch.float32, got torch.bfloat16"),
+    ({"logits_dtype": torch.float32, "impl": "one_pass"}, ValueError, "impl: 'one_pass'"),
+    ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),
+    ({"valid_tokens": torch.tensor(3)}, TypeError, "valid_tokens: expected an int.*got Tensor"),
+    ({"valid_tokens": True}, TypeError, "valid_tokens: expected an int.*got bool"),
+    ({"softcap": 0}, ValueError, "softcap: must be positive"),
+    ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),
+    ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, r"(weight|vocab_size): .*20.*21"),
+    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .*one rank"),
+    ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
+    ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+]
+NONE, IN_FORWARD = {"reduction": "none"}, {"gradient": "in_forward"}
+WAY, ONE_PASS = NONE | IN_FORWARD, {"impl": "one_pass", "outputs": ("lse",)}
+KEPT: list[Row] = [
+    ({"keep_logits": "much"}, ValueError, "keep_logits: expected 'none', 'all', or bytes as '256MiB' .*, got 'much'"),
+    ({"keep_logits": 5}, TypeError, "keep_logits: expected 'none', 'all', or bytes as '2GiB', got 5"),
+    ({"keep_logits": "all", **WAY}, ValueError, "keep_logits: expected 'none' with gradient='in_forward', .*got 'all'"),
+    ({"keep_logits": "83B", "chunk_size": 2, **NONE}, ValueError, "keep_logits: must hold .*, 2 tokens of 84 bytes"),
+]
+FACTORS, HALF = torch.ones(2, 3), {"hidden": HIDDEN.half(), "weight": WEIGHT.half(), "bias": BIAS.half()}
+EXPECTED: list[Row] = [
+    ({"reduction": "sum"}, ValueError, ".*reduction='none' and gradient='in_forward', got reduction='sum'"),
+    ({"gradient": "in_backward"}, ValueError, ".*got reduction='none' and gradient='in_backward'"),
+    ({"expected_grad_output": torch.ones(7)}, ValueError, r"expected_grad_output: .*\(2, 3\).*got \(7,\)"),
+    ({"expected_grad_output": [1.0] * 6}, TypeError, "expected_grad_output: .*a tensor of real numbers, got list"),
+    ({"expected_grad_output": FACTORS.to(torch.complex64)}, TypeError, "expected_grad_output: .*got torch.complex64"),
+    ({"expected_grad_output": FACTORS.to_sparse()}, TypeError, "expected_grad_output: expected a dense tensor"),
+    ({"expected_grad_output": None}, ValueError, "gradient: .*'none', got both.*pass expected_grad_output"),
+    (HALF, ValueError, "expected_grad_output: .*expected bf16 or fp32"),
+]
+OF_LOSS: list[Row] = [
+    ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
+    ({"gradient": "in_forward", **NONE}, ValueError, "gradient: 'in_forward' .*none"),
+    ({"label_smoothing": 1.01}, ValueError, "label_smoothing: must be in"),
+    ({"num_items": 3, **NONE}, ValueError, "num_items: expected reduction"),
+    ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*probabilities"),
+    (ONE_PASS, ValueError, "impl: 'one_pass' keeps no statistics.*'auto'.*or gradient='in_forward'"),
+    (ONE_PASS | IN_FORWARD, ValueError, "impl: 'one_pass' needs a GPU"),
+    *KEPT,
+]
+OF_LOG_PROBS: list[Row] = [
+    ({"labels": LABELS[..., None].expand(2, 3, COLUMNS)}, ValueError, "labels: .*number of given ids.*probabilities"),
+    *TEMPERATURES,
+    *OUTPUTS,
+]
+
+
+def a_call():
+    given = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS}
+    return {"labels": LABELS.clone()} | {name: each.clone().requires_grad_() for name, each in given.items()}
+
+
+class LoraLinear(nn.Module):
+    """An adapter around a frozen head, of which the head's weight is not all, named as peft names it."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, hidden):
+        added = self.lora_B["default"](self.lora_A["default"](hidden))
+        return self.base_layer(hidden) + added
+
+
+class Int8Linear(nn.Linear):
+    """A head whose weight is stored as integers with a scale a row."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
+        self.weight = nn.Parameter(torch.ones(out_features, in_features, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(out_features, 1))
+
+    def forward(self, hidden):
+        return hidden @ (self.weight * self.scale).T
+
+
+class ScaledLinear(nn.Linear):
+    """A head whose forward is not that of its weight, as in older adapters that subclass ``nn.Linear``."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) / 8
+
+
+REMEDY = "(?=.*(vocab_parallel_cross_entropy|linear_cross_entropy|merge|remove|expected))"
+SHAPE = {"in_features": WIDTH, "columns": COLUMNS}
+# Reading ``head.weight`` would train nothing of an adapter.
+HEADS: list[Row] = [
+    ({"head": LoraLinear(nn.Linear(WIDTH, COLUMNS))}, EITHER, f"{REMEDY}head: .*LoraLinear"),
+    ({"head": ScaledLinear(WIDTH, COLUMNS)}, EITHER, f"{REMEDY}head: .*ScaledLinear"),
+    ({"head": Int8Linear(WIDTH, COLUMNS)}, EITHER, f"{REMEDY}(head|weight): .*(Int8Linear|int8)"),
+    ({"head": nn.Sequential(nn.Linear(WIDTH, COLUMNS))}, EITHER, f"{REMEDY}head: .*Sequential"),
+    ({"head": nn.Parameter(WEIGHT)}, EITHER, f"{REMEDY}head: .*Parameter.*linear_cross_entropy"),
+    ({"head": WEIGHT}, EITHER, f"{REMEDY}head: .*Tensor.*linear_cross_entropy"),
+    ({"head": None}, EITHER, "(head|in_features|columns): "),
+    ({"head": None, "in_features": WIDTH}, EITHER, "(head|in_features|columns): "),
+    ({"head": WIDTH}, TypeError, "head: expected an nn.Linear.*, got int; .*in_features.*columns"),
+    ({"head": None, **SHAPE, "in_features": 0}, ValueError, "in_features: .*0"),
+    ({"head": None, **SHAPE, "columns": -1}, ValueError, "columns: .*-1"),
+    ({"head": None, **SHAPE, "in_features": 8.0}, TypeError, "in_features: .*float"),
+    (SHAPE, EITHER, "(head|in_features|columns): "),
+    ({"bias": True}, EITHER, "(head|bias): "),
+    ({"reduction": "max"}, ValueError, "reduction: "),
+    ({"gradient": "out_of_place"}, ValueError, "gradient: "),
+    ({"chunk_size": 0}, ValueError, "chunk_size: "),
+    ({"chunk_size": 2**20 + 1}, ValueError, "chunk_size: a number is one of tokens"),
+    ({"soft_cap": 3.0}, TypeError, ".*soft_cap"),
+]
+# Adapters and hooks are added to a head that exists; wrappers replace ``forward`` in the instance. Reading
+# ``head.weight`` would skip whatever they do.
+CHANGES = {
+    "forward hook": lambda head: head.register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda head: head.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda head: head.register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda head: head.register_full_backward_pre_hook(lambda *_: None),
+    "patched forward": lambda head: setattr(head, "forward", lambda hidden: hidden),
+    "parametrised": lambda head: parametrize.register_parametrization(head, "weight", nn.Identity()),
+    "weight norm": parametrizations.weight_norm,
+    "quantised weight": lambda head: setattr(head, "weight", nn.Parameter(QUANTISED, requires_grad=False)),
+}
+WORDS = {"patched forward": "patched forward", "quantised weight": "QuantisedWeight"}
+WORDS |= {"parametrised": "[Pp]arametri[sz]", "weight norm": "[Pp]arametri[sz]"}
+CHANGED: list[Row] = [
+    ({"change": name}, EITHER, f"{REMEDY}(head|weight): .*{WORDS.get(name, 'hook')}") for name in CHANGES
+]
+
+
+def made_of_changed(change):
+    CHANGES[change](head := nn.Linear(WIDTH, COLUMNS))
+    LinearCrossEntropy(head)
+
+
+def used_when_changed(change):
+    module = LinearCrossEntropy(head := nn.Linear(WIDTH, COLUMNS))
+    module(HIDDEN, LABELS)
+    CHANGES[change](head)
+    module(HIDDEN, LABELS)
+
+
+def a_head():
+    return {"head": nn.Linear(WIDTH, COLUMNS)}
+
+
+def with_attributes(hidden, labels, **attributes):
+    """A call of a module whose attributes are set after it was made."""
+    module = LinearCrossEntropy(nn.Linear(WIDTH, COLUMNS), label_smoothing=0.3)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module(hidden, labels)
+
+
+TABLES = [
+    Table("linear_cross_entropy", linear_cross_entropy, a_call, [*OF_BOTH, *OF_LOSS]),
+    Table(
+        "linear_cross_entropy with expected_grad_output",
+        linear_cross_entropy,
+        lambda: a_call() | {"expected_grad_output": FACTORS} | WAY,
+        EXPECTED,
+    ),
+    Table("linear_token_log_probs", linear_token_log_probs, a_call, [*OF_BOTH, *OF_LOG_PROBS]),
+    Table("LinearCrossEntropy", LinearCrossEntropy, a_head, HEADS),
+    Table("LinearCrossEntropy made", made_of_changed, dict, CHANGED),
+    Table("LinearCrossEntropy used", used_when_changed, dict, CHANGED),
+    Table("LinearCrossEntropy set", with_attributes, lambda: {"hidden": HIDDEN, "labels": LABELS}, WHEN_SET),
+]

@@ -1,0 +1,157 @@
+"""Refusals of losses, log-probabilities and modules over logits."""
+
+import numpy
+import torch
+
+from tests.refusals.rows import NAN, Row, Table, constant, number
+from vocab_parallel_ce import VocabParallelCrossEntropy, VocabShard, token_log_probs, vocab_parallel_cross_entropy
+
+COLUMNS = 21
+LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
+ITEMS = {"reduction": "sum"}
+ONES, ONE = torch.ones(COLUMNS), torch.ones(())
+OF_SHARDS: list[Row] = [
+    ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
+    ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
+    ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
+    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
+    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
+    ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
+    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size: vocab_size: expected an int, got float"),
+]
+OF_BOTH: list[Row] = [
+    *number("softcap"),
+    *number("logit_scale"),
+    ({"softcap": torch.tensor(1.0)}, TypeError, "softcap: expected a number, got Tensor"),
+    ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
+    ({"ignore_index": -100.0}, TypeError, "ignore_index: expected an int, got float"),
+    ({"check_labels": 1}, TypeError, "check_labels: expected a bool, got int"),
+    ({"check_labels": numpy.bool_(True)}, TypeError, "check_labels: expected a bool, got numpy.bool"),
+    ({"gradient": "inplace"}, ValueError, "gradient: expected one of .*, got 'inplace'"),
+    ({"vocab_size": 0}, ValueError, "vocab_size: must be positive, got 0"),
+    ({"vocab_size": 21.0}, TypeError, "vocab_size: expected an int, got float"),
+    ({"vocab_size": (0, 21, 21)}, TypeError, "vocab_size: expected an int, got tuple"),
+]
+OUTPUTS: list[Row] = [
+    ({"outputs": "lse"}, TypeError, "outputs: expected a tuple of names, .* got 'lse'"),
+    ({"outputs": ("loss",)}, ValueError, "outputs: expected one of"),
+    ({"outputs": True}, TypeError, "outputs: expected a tuple of names"),
+    ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, .* got 1"),
+    ({"outputs": (1,)}, ValueError, "outputs: expected"),
+]
+DIVISORS: list[Row] = [
+    ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
+    ({"num_items": torch.tensor([3]).to_sparse()}, TypeError, "num_items: expected a dense tensor, got layout"),
+    ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0.* got -1"),
+    ({"num_items": NAN, **ITEMS}, ValueError, "num_items: must be at least 0.* got nan"),
+    ({"num_items": torch.tensor(-2), **ITEMS}, ValueError, "num_items: must be at least 0"),
+    ({"num_items": True, **ITEMS}, TypeError, "num_items: expected a number or a tensor of .* got bool"),
+    ({"num_items": "3", **ITEMS}, TypeError, "num_items: expected a number or a tensor of .* got str"),
+    ({"num_items": ONE.clone().requires_grad_(), **ITEMS}, TypeError, "num_items: expected a constant, got a tensor"),
+    ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
+    ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
+    ({"num_items": ONE.to("meta"), **ITEMS}, ValueError, "num_items: device .*cpu.*meta"),
+]
+OF_LOSS: list[Row] = [
+    *constant("class_weight", ONES),
+    *(
+        ({"label_smoothing": value}, ValueError, rf"label_smoothing: must be in \[0, 1\], got {value}")
+        for value in (1.01, NAN)
+    ),
+    ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
+    *(({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {value}$") for value in (-0.1, NAN, 10**400)),
+    ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
+    *OUTPUTS,
+    ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
+]
+# A prediction travels as fp32, which has no 2**24 + 1.
+MANY = {"outputs": ("predictions",), "logits": torch.empty(2, 3, 2**24 + 1, device="meta"), "labels": LABELS.to("meta")}
+MEAN_LOGIT = ("entropy", "mean_logit")
+PADDED = {"labels": torch.tensor([[0, 19, 20], [0, 0, 0]]), "vocab_size": 20, "check_labels": True}
+OF_LOSS_AT_CALLS: list[Row] = [
+    *DIVISORS,
+    ({"class_weight": torch.ones(COLUMNS + 1)}, ValueError, r"class_weight: expected shape \(21,\), got \(22,\)"),
+    ({"class_weight": ONE}, ValueError, r"class_weight: expected shape .*, got \(\)"),
+    ({"class_weight": ONES.to("meta")}, ValueError, "class_weight: device .*cpu, got meta"),
+    ({"outputs": MEAN_LOGIT, "class_weight": ONES}, ValueError, "outputs: expected no 'mean_logit' with class_weight"),
+    (MANY, ValueError, r"vocab_size: must be at most 2\*\*24 .*got 16777217$"),
+]
+TENSORS: list[Row] = [
+    ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
+    ({"logits": LOGITS.to(torch.complex64)}, TypeError, "logits: dtype .*complex64"),
+    ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
+    ({"logits": LOGITS[..., :0]}, ValueError, r"logits: .*\(2, 3, 0\)"),
+    ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
+    ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
+    ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
+    ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
+    ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
+    ({"labels": LABELS.to_sparse()}, TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo"),
+    (PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$"),
+    ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+    ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
+    *(
+        ({"impl": impl, "logits": LOGITS.double()}, ValueError, f"impl, of fp64 logits.*'reference', got '{impl}'")
+        for impl in ("triton", "one_pass")
+    ),
+    ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
+]
+PER_COLUMN: Row = (
+    {"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)},
+    ValueError,
+    r"labels: .*\(2, 3\), got \(2, 3, 21\); .*id.*probabilities",
+)
+ROWS = torch.ones(2, 3)
+TEMPERATURES: list[Row] = [
+    *number("temperature"),
+    ({"temperature": ROWS.long()}, TypeError, "temperature: .*dtype must be floating point"),
+    ({"temperature": ROWS.clone().requires_grad_()}, TypeError, "temperature: .*pass its detach"),
+    ({"temperature": ROWS.to("meta")}, ValueError, "temperature: .*device must be that of"),
+    ({"temperature": ROWS[..., None]}, ValueError, "temperature: .*expected 1 element, or the shape of the labels"),
+    ({"temperature": ROWS.to_sparse()}, TypeError, "temperature: .*dense"),
+]
+OF_LOG_PROBS: list[Row] = [
+    *TEMPERATURES,
+    *OUTPUTS,
+    ({"gradient": "in_forward"}, ValueError, "gradient: expected one of 'auto', 'in_backward', .*in_forward"),
+    ({"temperature": 1e-38, "logit_scale": 4.0}, ValueError, "temperature: must be positive and finite"),
+    *constant("threshold", ROWS),
+    ({"threshold": ROWS[0, :2]}, ValueError, "threshold: expected 1 element, or the shape of the labels"),
+    ({"outputs": MEAN_LOGIT, "threshold": ROWS}, ValueError, "outputs: expected no 'mean_logit' with a threshold"),
+    ({"labels": LABELS[..., None], "threshold": ROWS}, ValueError, "labels: expected one per token with .*threshold"),
+]
+WHEN_MADE: list[Row] = [
+    ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size: vocab_size: expected an int, got NoneType"),
+    ({"vocab_size": 2**25, "outputs": ("predictions",)}, ValueError, "vocab_size: must be at most"),
+]
+WHEN_SET: list[Row] = [
+    ({"label_smoothing": 2.0}, ValueError, r"label_smoothing: must be in \[0, 1\], got 2.0"),
+    ({"vocab_size": 0}, ValueError, "vocab_size: must be positive"),
+    ({"group": 3}, TypeError, "group: expected a torch.distributed.ProcessGroup or None, or a .*, got int"),
+    ({"class_weight": torch.ones(3)}, ValueError, "class_weight: expected shape"),
+]
+
+
+def a_call():
+    return {"logits": LOGITS.clone().requires_grad_() * 1, "labels": LABELS.clone()}
+
+
+def with_attributes(logits, labels, **attributes):
+    """A call of a module whose attributes are set after it was made."""
+    module = VocabParallelCrossEntropy(label_smoothing=0.3)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module(logits, labels)
+
+
+TABLES = [
+    Table(
+        "vocab_parallel_cross_entropy",
+        vocab_parallel_cross_entropy,
+        a_call,
+        [*OF_BOTH, *OF_SHARDS, *TENSORS, PER_COLUMN, *OF_LOSS, *OF_LOSS_AT_CALLS],
+    ),
+    Table("token_log_probs", token_log_probs, a_call, [*OF_BOTH, *OF_SHARDS, *TENSORS, *OF_LOG_PROBS]),
+    Table("VocabParallelCrossEntropy", VocabParallelCrossEntropy, dict, [*OF_BOTH, *OF_LOSS, *WHEN_MADE]),
+    Table("VocabParallelCrossEntropy set", with_attributes, a_call, WHEN_SET),
+]

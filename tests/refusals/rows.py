@@ -1,0 +1,69 @@
+"""What a table of refusals is made of."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+EITHER = (TypeError, ValueError)
+NAN = float("nan")
+# Arguments that replace valid ones (``teacher.ids``: a field of one), the error, and the beginning of its message as a
+# regular expression. The first argument is the one that is wrong, or that needs the others.
+Row = tuple[dict[str, Any], type[Exception] | tuple[type[Exception], ...], str]
+
+
+class Table(NamedTuple):
+    """A function, arguments that it takes, and what it refuses in their place."""
+
+    name: str
+    function: Callable[..., Any]
+    valid: Callable[[], dict[str, Any]]
+    rows: list[Row]
+
+    def id_of(self, row: Row) -> str:
+        """``function-argument-fault``."""
+        return "-".join((self.name, *(f"{name}-{fault_of(value)}" for name, value in row[0].items())))
+
+    def arguments(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """The valid ones with those of a row in their place."""
+        given = self.valid()
+        for name, value in changed.items():
+            record, _, field = name.partition(".")
+            given[record] = given[record]._replace(**{field: value}) if field else value
+        return given
+
+
+def fault_of(value: Any) -> str:
+    """A wrong value in a word or two."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__ if isinstance(value, (nn.Module, list, tuple)) else repr(value)
+    words = [str(value.dtype).removeprefix("torch."), "x".join(map(str, value.shape)) or "scalar"]
+    words += [type(value).__name__] * (type(value) is not torch.Tensor)
+    words += [value.device.type] * (value.device.type != "cpu")
+    words += ["sparse"] * value.is_sparse + ["requires_grad"] * value.requires_grad
+    return " ".join(words + ["inference"] * value.is_inference())
+
+
+def number(name: str) -> list[Row]:
+    """Wrong values of a number that must be positive: 0 or less turns a padding of -inf into +inf or NaN.
+
+    Kernels compute in fp32, where 1e39 is infinite and 1e-46 is 0.
+    """
+    message = f"{name}: must be positive and finite.*, got"
+    return [
+        *(({name: value}, ValueError, f"{message} {re.escape(str(value))}$") for value in (0, NAN, 1e39, 1e-46)),
+        ({name: "1"}, TypeError, f"{name}: expected a number, got str"),
+        ({name: True}, TypeError, f"{name}: expected a number, got bool"),
+    ]
+
+
+def constant(name: str, value: torch.Tensor) -> list[Row]:
+    """A tensor that must be floating point, dense, and constant, as another."""
+    return [
+        ({name: value.tolist()}, TypeError, f"{name}: expected a torch.Tensor, got list"),
+        ({name: value.long()}, TypeError, f"{name}: dtype must be floating point, dense"),
+        ({name: value.to_sparse()}, TypeError, f"{name}: dtype must be floating point, dense"),
+        ({name: value.clone().requires_grad_()}, TypeError, f"{name}: .*requires no gradient"),
+    ]
