@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tests.conformance.widths import HARD, PLACE, columns_of, each, made_of, placed, rows_of
-from tests.support.cases import soft
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
+from tests.support.cases.soft import Pair
+from tests.support.ranks.case import Case, run
+from tests.support.ranks.case import check as check_ranks
 from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import device_of, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
@@ -185,7 +187,7 @@ def test_equal_ids_are_summed_in_one_order(impl_device):
     check(found.detach(), grads[0], logits, ids, grad_output)
 
 
-def _weighed(student, ignored, *, ids, factors, **options):
+def _weighed(student, ignored, *, ids, factors, reduction, **options):
     """The log-probabilities as one loss per token, as the harness of losses takes them."""
     return (token_log_probs(student, ids, **options) * factors).sum(-1)
 
@@ -204,14 +206,9 @@ def test_ranks(rank_pool, impl):
     cuts = [0, 5, *range(64 // n * 2, 64, 64 // n), 64]  # one rank has as many columns as there are ids
     bounds = list(zip(cuts, cuts[1:], strict=False))
     factors = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
-    options = {"ids": ids, "factors": factors, "temperature": 0.7}
-    case = soft.Case(_weighed, _losses, logits, logits, options, {"reduction": "none"})
-    case = case._replace(function=partial(_without_reduction, _weighed))
-    soft.check_ranks(case, rank_pool.run(soft.run_in_rank, case, impl, bounds), bounds, [28])
-
-
-def _without_reduction(function, *args, reduction, **options):
-    return function(*args, **options)
+    options = {"ids": ids, "factors": factors, "temperature": 0.7, "reduction": "none"}
+    case = Case(Pair(logits, logits, _losses), impl, options, bounds, "shard", function=_weighed)
+    check_ranks(case, rank_pool.run(run, case), [28])
 
 
 def _head_in_rank(rank, group, impl, given):

@@ -19,7 +19,7 @@ from tests.support.cases.inputs import DTYPES, NEG_INF
 from tests.support.cases.logits import REDUCTIONS, Results
 from tests.support.cases.pairs import covering
 from tests.support.cases.soft import (
-    Case,
+    Pair,
     assert_right,
     divergences,
     grad_output_of,
@@ -35,17 +35,18 @@ OTHER = {"other_dtype": DTYPES, "other_layout": PLACE["layout"]}
 WAYS = {"reduction": REDUCTIONS, "gradient": ("in_forward", "in_backward", "out_of_place")}
 
 
-def check(impl_device, case, made, others=(), **given):
-    """One call over placed logits, and ``others``; ``given`` replaces options of the oracle."""
+def check(impl_device, case, function, pair, options, other=None, **given):
+    """One call over placed logits, and ``other``; ``given`` replaces options of the oracle."""
     (impl, device), shape = impl_device, rows_of(case)
-    leaf, x = placed(made.logits, case, device)
-    options = {**made.options, **made.ways, **given, "impl": impl, "vocab_size": columns_of(case)[0]}
-    if made.labels is not None:
-        options["labels"] = made.labels.view(shape)
-    options = {name: value.to(device) if torch.is_tensor(value) else value for name, value in options.items()}
-    loss = made.function(x, *others, **options)
-    loss.backward(grad_output_of(made).view_as(loss).to(device))
-    assert_right(made, Results((loss.view(-1) if loss.shape == shape else loss,), leaf.grad))
+    leaf, x = placed(pair.logits, case, device)
+    options = {name: case[name] for name in WAYS} | options
+    of_call = {**options, **given, "impl": impl, "vocab_size": columns_of(case)[0]}
+    if pair.labels is not None:
+        of_call["labels"] = pair.labels.view(shape)
+    of_call = {name: value.to(device) if torch.is_tensor(value) else value for name, value in of_call.items()}
+    loss = function(x, other, **of_call)
+    loss.backward(grad_output_of(options, len(pair.logits)).view_as(loss).to(device))
+    assert_right(Results((loss.view(-1) if loss.shape == shape else loss,), leaf.grad), pair, **options)
 
 
 SOFT = covering(
@@ -68,9 +69,8 @@ def test_soft_targets(impl_device, case):
     options = {name: case[name] for name in ("z_loss", "softcap", "logit_scale")}
     options["label_smoothing"] = 0.1 * (case["weighting"][0] == "torch")
     known, given = class_weight(case, impl_device[1])
-    ways = {name: case[name] for name in WAYS}
-    made = Case(vocab_parallel_cross_entropy, soft_losses, logits, targets, options | known, ways)
-    check(impl_device, case, made, [beside(targets, case, impl_device[1])], **given)
+    other, pair = beside(targets, case, impl_device[1]), Pair(logits, targets, soft_losses)
+    check(impl_device, case, vocab_parallel_cross_entropy, pair, options | known, other, **given)
 
 
 DISTILLATION = covering(
@@ -97,9 +97,8 @@ def test_distillation(impl_device, case):
         logits[1, 0] = teacher[1, 0] = NEG_INF
     options = {"divergence": divergence, "temperature": case["temperature"]} | ({"hard_weight": hard} if hard else {})
     options |= {"beta": 0.2} if beta else {}
-    ways = {name: case[name] for name in WAYS}
-    made = Case(distillation_loss, divergences, logits, teacher, options, ways, None if hard is None else labels)
-    check(impl_device, case, made, [beside(teacher, case, impl_device[1])])
+    pair = Pair(logits, teacher, divergences, None if hard is None else labels)
+    check(impl_device, case, distillation_loss, pair, options, beside(teacher, case, impl_device[1]))
 
 
 NO_FORWARD = {**WAYS, "gradient": WAYS["gradient"][1:]}
@@ -116,8 +115,6 @@ def test_a_teacher_known_at_k_tokens(impl_device, case):
     log_probs, ids = (noise * 2 + logits.float() * 0.3).log_softmax(-1).topk(k)
     options = {"teacher_ids": ids.flip(-1), "teacher_log_probs": log_probs.flip(-1)}
     options |= {"rest": case["rest"], "temperature": case["temperature"]}
-    ways = {name: case[name] for name in WAYS}
-    made = Case(topk_loss, topk_losses, logits, logits, options, ways, labels if case["has_labels"] else None)
-    shape = (*rows_of(case), k)
+    pair, shape = Pair(logits, logits, topk_losses, labels if case["has_labels"] else None), (*rows_of(case), k)
     given = {name: options[name].view(shape) for name in ("teacher_ids", "teacher_log_probs")}
-    check(impl_device, case, made, [None], **given)
+    check(impl_device, case, topk_loss, pair, options, **given)

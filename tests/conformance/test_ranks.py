@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.support.cases import soft
-from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.inputs import IGNORE_INDEX, Batch
 from tests.support.cases.logits import SMOOTHING, broad_rows
 from tests.support.cases.pairs import covering
+from tests.support.cases.soft import Pair, divergences, soft_losses, soft_targets, topk_loss, topk_losses
 from tests.support.cases.weights import weights
-from tests.support.ranks import logits as logits_ranks
+from tests.support.ranks.case import Case, check, run
 from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
@@ -26,7 +26,7 @@ def each(cases):
 def made():
     logits, labels = broad_rows("peaked", ROWS, VOCAB)
     labels[:4] = torch.tensor([VOCAB - 1, 0, IGNORE_INDEX, VOCAB // 4])  # the last has a negative weight
-    return logits, labels
+    return Batch(logits, labels)
 
 
 @pytest.mark.quick(3)
@@ -35,8 +35,8 @@ def made():
 @in_three_ranks
 def test_class_weights(rank_pool, impl, case):
     options = {"class_weight": weights(VOCAB), "gradient": case["gradient"]} | SMOOTHING[case["smoothing"]]
-    call = logits_ranks.Case(*made(), impl, options, BOUNDS, "shard", weight_form=case["form"])
-    logits_ranks.check(call, rank_pool.run(logits_ranks.run, call))
+    call = Case(made(), impl, options, BOUNDS, "shard", weight_form=case["form"])
+    check(call, rank_pool.run(run, call))
 
 
 @pytest.mark.quick(3)
@@ -46,18 +46,18 @@ def test_class_weights(rank_pool, impl, case):
 def test_losses_against_a_distribution(rank_pool, impl, case):
     logits, labels = made()
     teacher = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)) * 3 + logits * 0.3
-    loss, ways = case["loss"], {"reduction": case["reduction"]}
+    loss, options = case["loss"], {"reduction": case["reduction"]}
     hard = case["hard"] if loss in DIVERGENCES else None
-    given = labels if hard else None
     if loss == "soft":
-        call = soft.Case(vocab_parallel_cross_entropy, soft.soft_losses, logits, soft.soft_targets(logits), {}, ways)
+        function, pair = vocab_parallel_cross_entropy, Pair(logits, soft_targets(logits), soft_losses)
     elif loss in ("top-k", "top-k js"):
         log_probs, ids = teacher.log_softmax(-1).topk(3)
-        options = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
+        options |= {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
         options |= {"divergence": "js", "beta": 0.3} if loss == "top-k js" else {}
-        call = soft.Case(soft.topk_loss, soft.topk_losses, logits, logits, options, ways)
+        function, pair = topk_loss, Pair(logits, logits, topk_losses)
     else:
-        options = {"divergence": loss} | ({"hard_weight": hard} if hard else {})
-        call = soft.Case(distillation_loss, soft.divergences, logits, teacher, options, ways, given)
+        options |= {"divergence": loss} | ({"hard_weight": hard} if hard else {})
+        function, pair = distillation_loss, Pair(logits, teacher, divergences, labels if hard else None)
     sent = [SENT[loss][0] + 8 * bool(hard), *SENT[loss][1:]]
-    soft.check_ranks(call, rank_pool.run(soft.run_in_rank, call, impl, BOUNDS), BOUNDS, sent)
+    call = Case(pair, impl, options, BOUNDS, "shard", function=function)
+    check(call, rank_pool.run(run, call), sent)

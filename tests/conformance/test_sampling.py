@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.conformance.widths import PLACE, columns_of, each, made_of, placed, rows_of
-from tests.support.cases import soft
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
+from tests.support.cases.soft import Pair
+from tests.support.ranks.case import Case, check, run
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
@@ -203,10 +204,10 @@ def test_ranks(rank_pool, impl, top_k):
     n = rank_pool.world_size
     width = -(-64 // n)
     bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
-    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": 0.8, "temperature": 0.7}
-    case = soft.Case(_sampled, _losses, logits, logits, options, {"reduction": "none"})
+    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": 0.8, "temperature": 0.7, "reduction": "none"}
+    case = Case(Pair(logits, logits, _losses), impl, options, bounds, "shard", function=_sampled)
     sent = [4 * 9, 4, 12] if top_k else [4] + [8] + [56] * 11 + [12]
-    soft.check_ranks(case, rank_pool.run(soft.run_in_rank, case, impl, bounds), bounds, sent)
+    check(case, rank_pool.run(run, case), sent)
 
 
 def _head_in_rank(rank, group, impl, given, sequence_parallel):

@@ -16,7 +16,7 @@ from tests.support.cases.inputs import IGNORE_INDEX, batch, shard_of
 from tests.support.cases.linear import WIDTH, Projection, many_tokens
 from tests.support.cases.logits import Results, assert_right, flat_outputs, random_grad_output
 from tests.support.host.gpu import captured
-from tests.support.ranks.logits import even
+from tests.support.ranks.case import even
 
 # Two chunks, the first of which two ranks send in two parts. As wide as one_pass takes it.
 ROWS, CHUNK, COLUMNS, ONE_PASS_COLUMNS = 300, 160, 1000, 16384

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.linear.test_autograd import ROWS, Case
 from tests.support.cases.inputs import DTYPES
-from tests.support.cases.linear import WAYS
+from tests.support.cases.linear import N_LEAVES as ROWS
+from tests.support.cases.linear import WAYS, Leaves
 from tests.support.cases.logits import METRICS
 from tests.support.host.gpu import assert_host_never_waits, extra_peak_bytes
 from vocab_parallel_ce import Outputs, linear_cross_entropy
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.no_poison
 def test_the_host_never_waits():
-    cases = [Case(("auto", "cuda"), dtype=dtype) for dtype in DTYPES]
+    cases = [Leaves(("auto", "cuda"), dtype=dtype) for dtype in DTYPES]
 
     def every_path():
         for case in cases:

@@ -96,13 +96,15 @@ def test_entropies(rank_pool, impl):
     assert_right(whole(rank_pool.run(_entropies, inputs), UNEVEN[2]), inputs)
 
 
-def _divergences(rank, group, case, functions=deepspeed):
+NONE = {"reduction": "none"}
+
+
+def _divergences(rank, group, pair, divergence, functions=deepspeed):
     device, (start, stop) = device_of(rank, group), UNEVEN[2][rank]
-    student, teacher = (tensor[:, start:stop].to(device) for tensor in (case.logits, case.other))
+    student, teacher = (tensor[:, start:stop].to(device) for tensor in (pair.logits, pair.other))
     student.requires_grad_()
-    is_reverse = case.options["divergence"] == "reverse"
-    found = functions.vocab_parallel_kl_div(student * 1, teacher, is_reverse, group)
-    found.backward(soft.grad_output_of(case).to(device))
+    found = functions.vocab_parallel_kl_div(student * 1, teacher, divergence == "reverse", group)
+    found.backward(soft.grad_output_of(NONE, len(student)).to(device))
     return Found(found.detach(), None, (student.grad,))
 
 
@@ -110,9 +112,9 @@ def _divergences(rank, group, case, functions=deepspeed):
 @in_two_ranks
 def test_divergences(rank_pool, impl, divergence):
     student, teacher = (batch(kind, rows=6, vocab_size=COLUMNS).logits for kind in ("peaked", "confident"))
-    case = soft.Case(None, soft.divergences, student, teacher, {"divergence": divergence}, {"reduction": "none"})
-    found = whole(rank_pool.run(_divergences, case), UNEVEN[2])
-    soft.assert_right(case, Results((found.log_probs,), found.grads[0]))
+    pair = soft.Pair(student, teacher, soft.divergences)
+    found = whole(rank_pool.run(_divergences, pair, divergence), UNEVEN[2])
+    soft.assert_right(Results((found.log_probs,), found.grads[0]), pair, divergence=divergence, **NONE)
 
 
 def _head(rank, group, inputs, function=deepspeed.vocab_parallel_linear_cross_entropy, **options):
@@ -144,7 +146,7 @@ def _both(rank, group, call, *args):
         return own, call(rank, group, *args)
 
 
-def _every_function(rank, group, inputs, head, case):
+def _every_function(rank, group, inputs, head, pair):
     """DeepSpeed's names, whatever they stand for, with bounds that DeepSpeed checks."""
     ops, bounds = real_module(OPS), {"vocab_start_index": UNEVEN[2][rank][0], "vocab_end_index": UNEVEN[2][rank][1]}
     given = shards(inputs, rank, 2, device_of(rank, group), UNEVEN[2])
@@ -153,7 +155,7 @@ def _every_function(rank, group, inputs, head, case):
         _found(ops, NAMES[1], given, group, bounds)[0],
         _head(rank, group, head, real_module(LINEAR).vocab_parallel_linear_cross_entropy),
         _entropies(rank, group, inputs, ops),
-        _divergences(rank, group, case, ops),
+        _divergences(rank, group, pair, "reverse", ops),
     ]
 
 
@@ -162,8 +164,8 @@ def test_beside_deepspeeds_own_functions(rank_pool, impl):
     real_module(OPS)
     inputs, head = policy(kind="some_ignored"), policy(head=True)
     student, teacher = (batch(kind, rows=6, vocab_size=COLUMNS).logits for kind in ("peaked", "confident"))
-    case = soft.Case(None, soft.divergences, student, teacher, {"divergence": "reverse"}, {"reduction": "none"})
-    results = rank_pool.run(_both, _every_function, inputs, head, case)
+    pair = soft.Pair(student, teacher, soft.divergences)
+    results = rank_pool.run(_both, _every_function, inputs, head, pair)
     pairs = zip(*(zip(*(result[which] for result in results), strict=True) for which in range(2)), strict=True)
     for number, (own, found) in enumerate(pairs):
         own, found = whole(own, UNEVEN[2]), whole(found, UNEVEN[2])

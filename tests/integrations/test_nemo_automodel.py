@@ -97,12 +97,12 @@ def test_masks_weights_and_numbers_of_tokens():
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_knowledge_distillation(temperature):
     student, teacher = (batch(kind, rows=6, vocab_size=COLUMNS).logits for kind in ("peaked", "confident"))
-    case = soft.Case(None, soft.divergences, student, teacher, {"temperature": temperature}, {"reduction": "mean"})
+    pair = soft.Pair(student, teacher, soft.divergences)
     leaf = student.clone().requires_grad_()
     module = _module(temperature=temperature)
     loss = ours.knowledge_distillation(module, leaf * 1, teacher, torch.zeros(6, dtype=torch.int64))
     (loss * 0.75 / temperature**2).backward()
-    soft.assert_right(case, Results((loss.detach() / temperature**2,), leaf.grad))
+    soft.assert_right(Results((loss.detach() / temperature**2,), leaf.grad), pair, temperature=temperature)
 
 
 # With NeMo Automodel itself.

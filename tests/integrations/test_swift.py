@@ -80,9 +80,9 @@ def test_shards(rank_pool, impl, compute_entropy):
     assert_right(whole([found for found, _ in results]), inputs)
 
 
-def _case(beta):
+def _pair():
     student, teacher = (batch(kind, rows=6, vocab_size=COLUMNS).logits for kind in ("peaked", "confident"))
-    return soft.Case(None, soft.divergences, student, teacher, DIVERGENCES[beta], {"reduction": "sum"})
+    return soft.Pair(student, teacher, soft.divergences)
 
 
 def _divergence(function, beta, student, teacher, *functions):
@@ -95,8 +95,9 @@ def _divergence(function, beta, student, teacher, *functions):
 @pytest.mark.reference
 @pytest.mark.parametrize("beta", DIVERGENCES)
 def test_divergences_of_whole_logits(beta):
-    case = _case(beta)
-    soft.assert_right(case, _divergence(swift.jsd_loss, beta, case.logits, case.other))
+    pair = _pair()
+    found = _divergence(swift.jsd_loss, beta, pair.logits, pair.other)
+    soft.assert_right(found, pair, reduction="sum", **DIVERGENCES[beta])
 
 
 @pytest.mark.reference
@@ -123,13 +124,13 @@ def _both(rank, group, call, *args):
 
 
 def _every_function(rank, group, inputs, beta):
-    case, device = _case(beta), device_of(rank, group)
+    pair, device = _pair(), device_of(rank, group)
     functions, gkd = real_module(SHARDS), real_module(GKD)
     given = shards(inputs, rank, 2, device)
     found = [_policy(functions, given, each)[0] for each in (False, True)]
-    cut = [tensor.chunk(2, -1)[rank].contiguous().to(device) for tensor in (case.logits, case.other)]
+    cut = [tensor.chunk(2, -1)[rank].contiguous().to(device) for tensor in (pair.logits, pair.other)]
     of_shards = functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div
-    of_whole = case.logits.to(device), case.other.to(device)
+    of_whole = pair.logits.to(device), pair.other.to(device)
     return found, [
         _divergence(gkd.jsd_loss, beta, *cut, *of_shards),
         _divergence(gkd.jsd_loss, beta, *of_whole, gkd.default_log_softmax, gkd.default_kl_div),
@@ -152,15 +153,15 @@ def test_beside_ms_swifts_own_functions(rank_pool, impl, beta):
 
 @pytest.mark.reference
 def test_other_functions_and_a_teacher_with_a_gradient_are_ms_swifts():
-    gkd, case = real_module(GKD), _case(0.3)
+    gkd, pair = real_module(GKD), _pair()
     own = gkd.jsd_loss
 
     def halved(logits):
         return (logits / 2).log_softmax(-1)
 
     with swift.installed():
-        for teacher, functions in ((case.other, (halved, gkd.default_kl_div)), (case.other.requires_grad_(), ())):
-            given = case.logits, teacher, 0.3, *functions
+        for teacher, functions in ((pair.other, (halved, gkd.default_kl_div)), (pair.other.requires_grad_(), ())):
+            given = pair.logits, teacher, 0.3, *functions
             assert torch.equal(gkd.jsd_loss(*given), own(*given))
 
 

@@ -8,7 +8,7 @@ import torch
 
 import vocab_parallel_ce as vp
 from tests.support.cases.inputs import batch
-from tests.support.cases.logits import COLUMNS, Case
+from tests.support.cases.logits import COLUMNS, Leaves
 
 # The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
 DEVICES = {"cpu": pytest.mark.reference, "cuda": pytest.mark.cuda}
@@ -55,7 +55,7 @@ def test_the_recorded_signature_is_that_of_the_installed_library():
 @pytest.mark.parametrize("reduce_loss", (True, False))
 def test_where_the_gradient_is_written(impl_device, reduce_loss, overwrite_input):
     """Forward leaves the input as it is; a mean's gradient was there, and the accuracy read from it was 0."""
-    case = Case(impl_device, columns=COLUMNS)
+    case = Leaves(impl_device, columns=COLUMNS)
     options = {"reduce_loss": reduce_loss} | ({} if overwrite_input is None else {"overwrite_input": overwrite_input})
     loss = vp.parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
     assert loss.shape == ((1,) if reduce_loss else case.labels.shape)
@@ -87,7 +87,7 @@ def test_by_default_nothing_is_overwritten_that_nobody_else_sees_either():
 @pytest.mark.parametrize("reduce_loss", (True, False))
 def test_a_flattened_target_is_that_of_the_rows(impl_device, reduce_loss):
     """A target of as many ids in another shape would give rows the labels of others."""
-    case = Case(impl_device, columns=COLUMNS)
+    case = Leaves(impl_device, columns=COLUMNS)
     rows = len(case.labels.flatten())
     logits, labels = case.values.reshape(rows // 2, 2, COLUMNS), case.labels.reshape(rows // 2, 2)
     expected = vp.parallel_cross_entropy(logits, labels, 0.1, reduce_loss)
@@ -128,7 +128,7 @@ def test_the_pair_says_that_a_call_is_in_another_versions_form(step):
 @pytest.mark.parametrize("reduce_loss", (True, False))
 @pytest.mark.parametrize("requires_grad", (True, False))
 def test_the_two_step_pair(impl_device, reduce_loss, requires_grad):
-    case = Case(impl_device, columns=COLUMNS)
+    case = Leaves(impl_device, columns=COLUMNS)
     logits = case.values.clone().requires_grad_(requires_grad)
     loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
     assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
@@ -140,7 +140,7 @@ def test_the_two_step_pair(impl_device, reduce_loss, requires_grad):
 @on_each_device
 def test_the_two_step_pair_on_inference_tensors_and_on_a_view(impl_device):
     """Inference tensors have no version counter to raise."""
-    case = Case(impl_device, columns=COLUMNS)
+    case = Leaves(impl_device, columns=COLUMNS)
     with torch.inference_mode():
         logits = case.values.clone()
         loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)

@@ -5,38 +5,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import linear
-from tests.support.cases.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
+from tests.support.cases.linear import (
+    COLUMNS,
+    TWO_WAYS,
+    WAYS,
+    WIDTH,
+    Leaves,
+    Results,
+    assert_right,
+    check,
+    record_matmuls,
+)
+from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import EVERY
 from tests.support.cases.weights import weights
-from vocab_parallel_ce import linear_cross_entropy
 
-ROWS = 6
 MOMENTS = ("mean", "mean, in_backward", "none")
 AT_ANY_MOMENT = pytest.mark.parametrize("way", [WAYS[name] for name in MOMENTS], ids=MOMENTS)
-
-
-class Case:
-    def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()):
-        self.impl, self.device = impl_device
-        self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
-        self.labels = self.inputs.labels.to(self.device)
-        values = (getattr(self.inputs, name).clone().to(self.device) for name in linear.LEAVES)
-        self.hidden, self.weight, self.bias = values
-        for name in linear.LEAVES:
-            getattr(self, name).requires_grad_(name not in frozen)
-        self.leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf.requires_grad]
-
-    def loss(self, hidden=None, **options):
-        hidden = self.hidden if hidden is None else hidden
-        options = {"bias": self.bias, "impl": self.impl, **options}
-        return linear_cross_entropy(hidden, self.weight, self.labels, **options)
-
-    def grad_output(self, loss):
-        return linear.grad_output_of({"reduction": "none" if loss.dim() else "mean"}, ROWS).to(self.device)
-
-    def assert_gradients(self, loss, gradients, grad_output, *, times=1, **options):
-        """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
-        assert_right(Results((loss,), *gradients), self.inputs, times * grad_output.cpu(), **options)
 
 
 FROZEN = [
@@ -54,7 +39,7 @@ FROZEN = [
 )
 def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
     """Gradients that somebody wants: in forward, or after the logits were computed again in backward."""
-    case, chunks = Case(impl_device, "peaked", frozen=frozen), 2
+    case, chunks = Leaves(impl_device, "peaked", frozen=frozen), 2
     with record_matmuls() as in_forward:
         loss = case.loss(chunk_size=ROWS // chunks, **WAYS[way])
     assert loss.requires_grad == bool(case.leaves)
@@ -73,7 +58,7 @@ def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
 )
 def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction, dtype, counts):
     """But in backward of fp16, which has no room for a gradient that no loss scale has multiplied yet."""
-    case = Case(impl_device, dtype=dtype)
+    case = Leaves(impl_device, dtype=dtype)
     with record_matmuls() as in_forward:
         loss = case.loss(reduction=reduction)
     with record_matmuls() as in_backward:
@@ -83,7 +68,7 @@ def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction
 
 @TWO_WAYS
 def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, way):
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     for context in (torch.no_grad, torch.inference_mode):
         with context(), record_matmuls() as matmuls:
             loss = case.loss(**way)
@@ -93,7 +78,7 @@ def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, w
 
 @pytest.mark.parametrize(("options", "of_a_logit"), [({}, 2), ({"logits_dtype": torch.float32}, 6)])
 def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, options, of_a_logit):
-    case, of_a_token = Case(impl_device, "peaked", dtype=torch.bfloat16), of_a_logit * COLUMNS
+    case, of_a_token = Leaves(impl_device, "peaked", dtype=torch.bfloat16), of_a_logit * COLUMNS
     for n_chunks, budget in ((1, ROWS * of_a_token), (2, 3 * of_a_token), (3, 3 * of_a_token - 1), (ROWS, of_a_token)):
         for text in (f"{budget}B", f"{budget / 1e6:.6f} MB", f"{(budget + 0.5) / 2**10:.6f}KiB"):
             with record_matmuls() as matmuls:
@@ -110,7 +95,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype, say
 
     Or zeros, if the parameter says whether it was added: Megatron's optimizer adds the gradient unless that is True.
     """
-    case = Case(impl_device, dtype=dtype)
+    case = Leaves(impl_device, dtype=dtype)
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     for step in (1, 2):
         before = main_grad.clone()
@@ -131,7 +116,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype, say
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
 @TWO_WAYS
 def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(impl_device, way, hidden_dtype):
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
     case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
     with torch.autocast(case.device, torch.bfloat16):
@@ -153,7 +138,7 @@ def test_checkpointed_recomputation(impl_device, way, use_reentrant):
     """Forward runs twice, once without a graph where it is reentrant; main_grad is added to once."""
     expected, got = [], []
     for results in (expected, got):
-        case = Case(impl_device, dtype=torch.bfloat16)
+        case = Leaves(impl_device, dtype=torch.bfloat16)
         main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
         for options in ({}, {"main_grad": main_grad}):
 
@@ -172,7 +157,7 @@ def test_checkpointed_recomputation(impl_device, way, use_reentrant):
 @TWO_WAYS
 def test_compiled_caller(impl_device, way):
     """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
-    case = Case(impl_device)
+    case = Leaves(impl_device)
 
     def step(hidden):
         found = case.loss(hidden * 2, outputs=("predictions",), chunk_size=2, **EVERY, **way)
@@ -187,7 +172,7 @@ def test_compiled_caller(impl_device, way):
 @AT_ANY_MOMENT
 def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device, way):
     """Others scale their saved buffer twice, silently."""
-    case = Case(impl_device, dtype=torch.bfloat16)
+    case = Leaves(impl_device, dtype=torch.bfloat16)
     loss = case.loss(**way)
     grad_output = case.grad_output(loss)
     first = torch.autograd.grad(loss, case.leaves, grad_output, retain_graph=True)
@@ -211,7 +196,7 @@ def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device,
 
 @AT_ANY_MOMENT
 def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     hidden = case.hidden * 1
     loss = case.loss(hidden, **way)
     grad_output = case.grad_output(loss)
@@ -225,7 +210,7 @@ def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
 @pytest.mark.parametrize("name", ["weight", "num_items", "class_weight"])
 def test_what_changes_before_backward_is_noticed(impl_device, name):
     """By an optimizer's step, or counted up in place over a step's batches."""
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     given = {"num_items": torch.tensor(5.0, device=case.device), "class_weight": weights().to(case.device)}
     loss = case.loss(reduction="sum", gradient="in_backward", label_smoothing=0.1, **given)
     with torch.no_grad():

@@ -7,11 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from tests.linear.test_autograd import AT_ANY_MOMENT, ROWS, Case
+from tests.linear.test_autograd import AT_ANY_MOMENT
 from tests.support.cases import linear
 from tests.support.cases.inputs import DTYPES, IGNORE_INDEX
 from tests.support.cases.layouts import label_layouts, logits_layouts
-from tests.support.cases.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, grad_output_of, run
+from tests.support.cases.linear import (
+    COLUMNS,
+    TWO_WAYS,
+    WAYS,
+    WIDTH,
+    Leaves,
+    Results,
+    assert_right,
+    check,
+    grad_output_of,
+    run,
+)
+from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import METRICS, REDUCTIONS, flat_outputs
 from tests.support.cases.pairs import covering
 from tests.support.truth.budget import K, assert_within_budget
@@ -231,7 +243,7 @@ def test_a_divisor_of_0_items_gives_no_loss_and_no_gradient(impl_device):
 
 def test_a_weight_that_was_cast_for_the_call_lives_no_longer(impl_device):
     """Kept for backward it would be a second copy of the head, though gradients are there already."""
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     weight = case.weight.to(torch.bfloat16)
     hidden, alive = case.hidden.to(torch.bfloat16), weakref.ref(weight)
     loss = linear_cross_entropy(hidden, weight, case.labels, impl=case.impl, gradient="in_forward")

@@ -10,12 +10,13 @@ from tests.support.cases import linear
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
 from tests.support.cases.logits import EVERY, flat_outputs
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
-from tests.support.ranks import linear as linear_ranks
+from tests.support.ranks import case as on_ranks
+from tests.support.ranks.linear import COLUMNS as OF_RANK
 from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce import linear_cross_entropy
 from vocab_parallel_ce.head import expected as module
 
-ROWS, FACTOR = 6, -0.37
+ROWS, FACTOR = linear.N_LEAVES, -0.37
 WAY = {"reduction": "none", "gradient": "in_forward"}
 BY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 MISFIT = "expected_grad_output: the losses of a call"
@@ -27,17 +28,9 @@ def mask_of(rows, kind="mask"):
     return {"mask": (numbers > 0).float(), "numbers": numbers, "negative": -numbers.abs()}[kind]
 
 
-class Case:
-    def __init__(self, impl_device, dtype=torch.float32, kind="some_ignored"):
-        self.impl, self.device = impl_device
-        self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
-        self.labels = self.inputs.labels.to(self.device)
-        self.leaves = [getattr(self.inputs, n).clone().to(self.device).requires_grad_() for n in linear.LEAVES]
-
+class Expecting(linear.Leaves):
     def loss(self, expected, **options):
-        hidden, weight, bias = self.leaves
-        options = {"expected_grad_output": expected.to(self.device), "impl": self.impl, **WAY, **options}
-        return linear_cross_entropy(hidden, weight, self.labels, bias=bias, **options)
+        return super().loss(**{"expected_grad_output": expected.to(self.device), **WAY, **options})
 
     def gradients(self, expected, grad_output, **options):
         loss = self.loss(expected, **options)
@@ -60,7 +53,7 @@ def misfit_is_warned_of(case, is_misfit=True):
 @BY_DTYPE
 @pytest.mark.parametrize("kind", ["mask", "numbers", "negative"])
 def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind):
-    case, mask = Case(impl_device, dtype), mask_of(ROWS, kind)
+    case, mask = Expecting(impl_device, dtype=dtype), mask_of(ROWS, kind)
     for options in (EVERY, {"chunk_size": 2, **EVERY}, {"logits_dtype": torch.float32}):
         with record_matmuls() as in_forward:
             loss = case.loss(mask, **options)
@@ -75,7 +68,7 @@ def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind):
 @BY_DTYPE
 def test_main_grad_over_several_micro_batches(impl_device, dtype):
     """The gradient is rounded once, after the factor, from the fp32 sum."""
-    case, mask = Case(impl_device, dtype), mask_of(ROWS, "numbers")
+    case, mask = Expecting(impl_device, dtype=dtype), mask_of(ROWS, "numbers")
     case.leaves[1].grad_added_to_main_grad = False
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     for step in (1, 2, 3):
@@ -93,7 +86,7 @@ def test_main_grad_over_several_micro_batches(impl_device, dtype):
 @pytest.mark.parametrize("row", [0, ROWS - 1])
 def test_another_grad_output_makes_every_gradient_nan_and_warns(impl_device, row):
     """Also if nothing is expected, and something multiplies the losses after all."""
-    case = Case(impl_device, kind="peaked")
+    case = Expecting(impl_device, kind="peaked")
     for mask in (mask_of(ROWS, "numbers"), torch.zeros(ROWS)):
         real = FACTOR * mask
         real[row] += 1e-4
@@ -103,7 +96,7 @@ def test_another_grad_output_makes_every_gradient_nan_and_warns(impl_device, row
 
 
 def test_rounding_ignored_tokens_and_nothing_are_no_misfit(impl_device):
-    case, mask = Case(impl_device), mask_of(ROWS, "numbers")
+    case, mask = Expecting(impl_device), mask_of(ROWS, "numbers")
     ignored = case.inputs.labels == -100
     assert ignored.any()
     rounded = (mask * 0.1 / 7 * 3.3).nextafter(torch.tensor(torch.inf))
@@ -118,7 +111,7 @@ def test_rounding_ignored_tokens_and_nothing_are_no_misfit(impl_device):
 
 
 def test_an_overflow_is_no_misfit(impl_device):
-    case, mask = Case(impl_device, kind="peaked"), mask_of(ROWS)
+    case, mask = Expecting(impl_device, kind="peaked"), mask_of(ROWS)
     for value in (torch.inf, torch.nan):
         with misfit_is_warned_of(case, False):
             gradients = case.gradients(mask, torch.where(mask == 0, 0.0, value))
@@ -126,7 +119,7 @@ def test_an_overflow_is_no_misfit(impl_device):
 
 
 def test_autocast_rounds_no_fp32_gradient(impl_device):
-    case, mask = Case(impl_device, kind="peaked"), mask_of(ROWS)
+    case, mask = Expecting(impl_device, kind="peaked"), mask_of(ROWS)
     with torch.autocast(case.device, torch.bfloat16):
         gradients = case.gradients(mask, FACTOR * mask)
         in_backward = case.gradients(mask, FACTOR * mask, gradient="in_backward", expected_grad_output=None)
@@ -136,7 +129,7 @@ def test_autocast_rounds_no_fp32_gradient(impl_device):
 
 
 def test_metrics_and_a_bound_of_valid_tokens(impl_device):
-    case, mask = Case(impl_device), mask_of(ROWS)
+    case, mask = Expecting(impl_device), mask_of(ROWS)
     ignored = case.labels == -100
     n_valid = int((~ignored).sum())
     loss, predictions = flat_outputs(case.loss(mask, outputs=("predictions",), valid_tokens=n_valid))
@@ -150,7 +143,7 @@ def test_metrics_and_a_bound_of_valid_tokens(impl_device):
 
 
 def test_no_tokens_and_a_second_backward(impl_device):
-    case, mask = Case(impl_device), mask_of(ROWS)
+    case, mask = Expecting(impl_device), mask_of(ROWS)
     empty = torch.zeros(0, WIDTH, device=case.device, requires_grad=True)
     labels = torch.zeros(0, dtype=torch.int64, device=case.device)
     options = {"expected_grad_output": labels.float(), "impl": case.impl, **WAY}
@@ -165,7 +158,7 @@ def test_no_tokens_and_a_second_backward(impl_device):
 @pytest.mark.cuda
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_the_host_never_waits(impl):
-    case, mask = Case((impl, "cuda"), torch.bfloat16), mask_of(ROWS).cuda()
+    case, mask = Expecting((impl, "cuda"), dtype=torch.bfloat16), mask_of(ROWS).cuda()
     main_grad = torch.zeros(COLUMNS, WIDTH, device="cuda")
 
     def step():
@@ -177,7 +170,7 @@ def test_the_host_never_waits(impl):
 
 @pytest.mark.cuda
 def test_a_captured_graph_finds_the_factor_of_each_replay():
-    case = Case(("triton", "cuda"), torch.bfloat16)
+    case = Expecting(("triton", "cuda"), dtype=torch.bfloat16)
     weight = case.leaves[1].detach()
 
     def step(hidden, mask, grad_output):
@@ -200,10 +193,10 @@ def _with_mask(hidden, weight, labels, **options):
 @in_several_ranks
 @pytest.mark.parametrize(("sequence_parallel", "main_grad"), [(False, True), (True, False)])
 def test_several_ranks_find_the_same_factor(rank_pool, impl, sequence_parallel, main_grad):
-    inputs = linear.projection("some_ignored", 8, linear_ranks.COLUMNS, dtype=torch.bfloat16)
+    inputs = linear.projection("some_ignored", 8, OF_RANK, dtype=torch.bfloat16)
     options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_size": 4}
     grad_outputs = (FACTOR * mask_of(8),)
-    case = linear_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
-    results = rank_pool.run(linear_ranks.run, case)
-    linear_ranks.check(case._replace(function=linear_cross_entropy), results)
+    case = on_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
+    results = rank_pool.run(on_ranks.run, case)
+    on_ranks.check(case._replace(function=linear_cross_entropy), results)
     assert not any(result.in_backward for result in results)

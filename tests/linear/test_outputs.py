@@ -7,20 +7,17 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.linear.test_autograd import Case
 from tests.support.cases import linear
-from tests.support.cases.linear import COLUMNS, WIDTH, record_matmuls
+from tests.support.cases.linear import COLUMNS, WIDTH, Leaves, record_matmuls
+from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import METRICS, OUTPUTS, grads_of_every_output
 from tests.support.cases.weights import weights
+from tests.support.ranks import case as on_ranks
 from tests.support.ranks.linear import COLUMNS as OF_RANK
-from tests.support.ranks.linear import Case as OnRanks
-from tests.support.ranks.linear import check as check_ranks
-from tests.support.ranks.linear import run
 from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 
-ROWS = 6
 EACH = tuple((name,) for name in DIFFERENTIABLE)
 
 
@@ -32,7 +29,7 @@ def objective(found, outputs, coefficient=0.1):
 @pytest.mark.parametrize("outputs", [*EACH, METRICS, ("lse", *METRICS), OUTPUTS], ids="-".join)
 def test_outputs_that_are_read_cost_no_product(impl_device, outputs):
     """Three per chunk, and the bits of the loss alone, in every mode in which forward computes the gradients."""
-    case = Case(impl_device, "peaked")
+    case = Leaves(impl_device, "peaked")
     expected = torch.autograd.grad(case.loss(chunk_size=3), case.leaves)
     for gradient in ("auto", "in_forward"):
         with record_matmuls() as matmuls:
@@ -75,7 +72,7 @@ def test_separate_backwards_add_up(impl_device, order, main_grad):
     """In any order and as often as asked, with ``retain_graph``: what forward computed is used once."""
     sums = []
     for gradient in ("auto", "in_backward"):
-        case = Case(impl_device, dtype=torch.bfloat16)
+        case = Leaves(impl_device, dtype=torch.bfloat16)
         given = {"main_grad": torch.zeros(COLUMNS, WIDTH, device=case.device)} if main_grad else {}
         found = case.loss(outputs=("lse",), chunk_size=4, gradient=gradient, **given)
         parts = {"loss": found.loss * 0.7, "lse": found.lse.square().sum(), "both": objective(found, ("lse",))}
@@ -93,7 +90,7 @@ def test_forward_by_name_refuses_the_gradient_of_an_output(impl_device):
     """Never a loss whose gradient lacks a part; nothing is changed, and the loss alone has its gradient."""
     mask = torch.ones(ROWS)
     for reduction, name in itertools.product(("mean", "none"), DIFFERENTIABLE):
-        case = Case(impl_device)
+        case = Leaves(impl_device)
         main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
         own = {"expected_grad_output": mask.to(case.device)} if reduction == "none" else {}
         options = {"reduction": reduction, "gradient": "in_forward", "main_grad": main_grad, **own}
@@ -130,7 +127,7 @@ def test_so_does_a_loss_over_logits(impl_device, name):
 
 @pytest.mark.reference
 def test_statistics_are_kept_only_if_an_output_may_be_differentiated():
-    case, shapes = Case(("reference", "cpu"), "peaked"), {}
+    case, shapes = Leaves(("reference", "cpu"), "peaked"), {}
     for outputs in ((), METRICS, ("lse",), ("entropy",)):
         saved: list[torch.Tensor] = []
         with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
@@ -148,7 +145,7 @@ def test_wrappers(impl_device, wrapper):
     """A reentrant checkpoint gives a gradient of 0 to what is not used."""
     results = []
     for used in itertools.product((("lse",), ()), (None, wrapper)):
-        case, (outputs, how) = Case(impl_device), used
+        case, (outputs, how) = Leaves(impl_device), used
 
         def call(hidden, case=case):
             found = case.loss(hidden * 2, outputs=("lse",))
@@ -170,7 +167,7 @@ def test_compiled_code_recomputes_or_leaves_the_mode_by_name_to_eager_code():
     def step(hidden, weight, labels, gradient):
         return linear_cross_entropy(hidden, weight, labels, outputs=("lse",), gradient=gradient)
 
-    case = Case(("reference", "cpu"))
+    case = Leaves(("reference", "cpu"))
     tensors = case.hidden, case.weight, case.labels
     expected = torch.autograd.grad(objective(step(*tensors, "in_backward"), ("lse",)), tensors[:2])
     torch.compiler.reset()
@@ -197,10 +194,10 @@ def test_ranks(rank_pool, impl, part, uses_outputs):
     grads = (torch.tensor(0.75), *grads_of_every_output(rows)[1:3]) if uses_outputs else (torch.tensor(0.75),)
     options = {"outputs": ("entropy", "lse"), "chunk_size": world, **part}
     function = linear.linear_loss_and_outputs
-    case = OnRanks(inputs, impl, options, grad_outputs=grads, function=function, main_grad=not uses_outputs)
-    results = rank_pool.run(run, case)
-    check_ranks(case, results)
-    recomputing = rank_pool.run(run, case._replace(options={**options, "gradient": "in_backward"}))
+    case = on_ranks.Case(inputs, impl, options, grad_outputs=grads, function=function, main_grad=not uses_outputs)
+    results = rank_pool.run(on_ranks.run, case)
+    on_ranks.check(case, results)
+    recomputing = rank_pool.run(on_ranks.run, case._replace(options={**options, "gradient": "in_backward"}))
     for result, other in zip(results, recomputing, strict=True):
         sent = [[(call.name, call.nbytes) for call in each.in_backward] for each in (result, other)]
         assert sent[0] == (sent[1] if uses_outputs else [])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.cases.inputs import IGNORE_INDEX
-from tests.support.cases.logits import COLUMNS, GRADIENTS, Case, broad_rows, run
+from tests.support.cases.logits import COLUMNS, GRADIENTS, Leaves, broad_rows, run
 from tests.support.cases.weights import weights
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.truth.budget import assert_within_budget
@@ -81,7 +81,7 @@ def test_the_module_has_it_as_a_buffer():
 
 def test_weights_written_before_backward_are_noticed(impl_device):
     """With smoothing backward reads them again."""
-    case, weight = Case(impl_device), weights(75).to(impl_device[1])
+    case, weight = Leaves(impl_device), weights(75).to(impl_device[1])
     loss = case.loss(class_weight=weight, label_smoothing=0.1)
     weight += 1
     with pytest.raises(RuntimeError, match="overwritten before backward"):

@@ -9,7 +9,7 @@ import torch
 import vocab_parallel_ce as vp
 from tests.support.cases.inputs import batch
 from tests.support.cases.layouts import logits_layouts
-from tests.support.cases.logits import GRADIENTS, REDUCTIONS, Case, Results, assert_right, flat_outputs
+from tests.support.cases.logits import GRADIENTS, REDUCTIONS, Leaves, Results, assert_right, flat_outputs
 from tests.support.cases.pairs import covering
 from tests.support.random.wrappers import VIEWS
 from vocab_parallel_ce import vocab_parallel_cross_entropy
@@ -51,7 +51,7 @@ each_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.val
 
 def started(impl_device, way, **changes):
     """Logits that the case holds, and the loss over them."""
-    case, options = Case(impl_device), way | changes
+    case, options = Leaves(impl_device), way | changes
     return case, LOSSES[options.pop("name")](case.logits, case.labels, impl=case.impl, **options)
 
 
@@ -111,7 +111,7 @@ PER_TOKEN = vp.token_log_probs, partial(vocab_parallel_cross_entropy, reduction=
 @pytest.mark.parametrize("first, second", ((0, 1), (1, 0)))
 def test_a_second_backward_through_another_output(impl_device, first, second):
     for gradient, function in itertools.product(("in_backward", "out_of_place"), PER_TOKEN):
-        case = Case(impl_device)
+        case = Leaves(impl_device)
         options = {"outputs": ("entropy",), "impl": case.impl, "gradient": gradient}
         outputs = flat_outputs(function(case.logits, case.labels, **options))
         torch.autograd.grad(outputs[first].sum(), case.logits, retain_graph=True)
@@ -213,7 +213,7 @@ def test_logits_that_are_a_view_in_the_graph(impl_device, gradient, view, reduct
 
 
 def test_in_forward_is_refused_for_a_view_in_the_graph(impl_device):
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     logits = case.logits[:-1]
     with pytest.raises(ValueError, match="^gradient: 'in_forward' .* use 'in_backward'"):
         case.loss(logits, gradient="in_forward")
@@ -241,13 +241,13 @@ def test_memory_that_no_graph_knows_is_not_overwritten():
 
 
 def test_two_losses_over_the_same_logits(impl_device):
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     total = case.loss(gradient="in_backward") + case.loss(gradient="in_backward")
     with pytest.raises(RuntimeError, match="gradient='out_of_place'.*modified by an inplace operation"):
         total.backward()
 
     for gradient in ("auto", "out_of_place"):
-        case = Case(impl_device)
+        case = Leaves(impl_device)
         first = case.loss(gradient=gradient)
         (grad,) = torch.autograd.grad(first + 2 * case.loss(gradient=gradient), case.logits)
         case.assert_right(first, grad, torch.tensor(3.0))
@@ -255,7 +255,7 @@ def test_two_losses_over_the_same_logits(impl_device):
 
 def test_auto_leaves_fp16_to_backward(impl_device):
     """p / n underflows in fp16 before a loss scale multiplies it: most of the gradient was 0."""
-    case = Case(impl_device, dtype=torch.float16, rows=64, columns=4000)
+    case = Leaves(impl_device, dtype=torch.float16, rows=64, columns=4000)
     scale = torch.tensor(65536.0)
     loss = case.loss()
     assert case.logits_are_untouched()
@@ -302,7 +302,7 @@ class Drop(torch.autograd.Function):
 
 
 def test_a_backward_that_needs_nothing_of_the_loss_looks_at_nothing(impl_device):
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     n_backwards = []
     loss = Drop.apply(case.loss(), n_backwards)
     loss.backward(case.grad_output(loss), retain_graph=True)

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
 from tests.support.cases.layouts import label_layouts
-from tests.support.cases.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Case, check, run
+from tests.support.cases.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Leaves, check, run
 from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
@@ -166,7 +166,7 @@ def test_grad_outputs_of_every_layout(impl_device, shape, gradient):
 @pytest.mark.parametrize(("reduction", "gradient"), [*zip(REDUCTIONS, GRADIENTS, strict=True)])
 def test_an_auxiliary_loss_is_added_in_place(impl_device, gradient, reduction):
     """A loss that autograd takes for a view of something refuses ``+=``."""
-    case = Case(impl_device)
+    case = Leaves(impl_device)
     loss = case.loss(reduction=reduction, gradient=gradient)
     before = loss.detach().clone()
     loss += 1.5

@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
-from tests.support.cases.logits import Case
+from tests.support.cases.logits import Leaves
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 
@@ -14,7 +14,7 @@ REFUSAL = "^logits: .* an earlier call has left its gradient; .* gradient='out_o
 IN_PLACE = ("in_forward", "in_backward")
 
 
-class Overwritten(Case):
+class Overwritten(Leaves):
     def __init__(self, impl_device):
         super().__init__(impl_device, "peaked", rows=8, columns=30)
 

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.cases.inputs import IGNORE_INDEX, NAN, batch, grad_output_layouts
+from tests.support.cases.inputs import IGNORE_INDEX, NAN, Batch, batch, grad_output_layouts
 from tests.support.cases.logits import EVERY as ALL_NUMBERS
 from tests.support.cases.logits import GRADIENTS, METRICS, REDUCTIONS, broad_rows, every_output, grads_of_every_output
 from tests.support.cases.weights import weights
+from tests.support.ranks.case import Case, check, chunked, even, run
 from tests.support.ranks.collectives import assert_refused, error_of, messages_of
-from tests.support.ranks.logits import Case, check, chunked, even, run
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.integrations import dtensor
@@ -47,7 +47,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
         (torch.float32, "confident", 0.0),
     ):
         made = batch(kind, rows=ROWS, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
-        case = Case(*made, impl, {"reduction": reduction, "label_smoothing": label_smoothing})
+        case = Case(made, impl, {"reduction": reduction, "label_smoothing": label_smoothing})
         check(case, rank_pool.run(run, case))
 
 
@@ -56,7 +56,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
 @in_several_ranks
 def test_options_that_change_what_travels_or_is_divided(rank_pool, impl, name):
     logits, labels = broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size)
-    case = Case(logits, labels, impl, OPTIONS[name])
+    case = Case(Batch(logits, labels), impl, OPTIONS[name])
     check(case, rank_pool.run(run, case))
 
 
@@ -74,7 +74,7 @@ def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, ki
         for dtype in (torch.float16, torch.float32):
             made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
             grad_output = dict(grad_output_layouts((2 * world,)))["zero in the first token"]
-            case = Case(*made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
+            case = Case(made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
             check(case, rank_pool.run(run, case))
 
 
@@ -86,7 +86,7 @@ def test_a_label_outside_and_a_logit_that_is_no_number_are_nan_on_every_rank(ran
         logits, labels = batch("peaked", rows=ROWS, vocab_size=vocab_size)
         labels[0], labels[2], labels[3] = -1, IGNORE_INDEX, vocab_size
         logits[1, -1] = logits[2, 0] = bad
-        case = Case(logits, labels, impl, {"reduction": reduction})
+        case = Case(Batch(logits, labels), impl, {"reduction": reduction})
         whole = check(case, rank_pool.run(run, case))
         expected = [True, True, False, True, False, False] if reduction == "none" else True
         assert whole.loss.isnan().tolist() == expected
@@ -99,13 +99,13 @@ def test_a_label_outside_and_a_logit_that_is_no_number_are_nan_on_every_rank(ran
 def test_nothing_that_counts_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_pool, impl, options):
     """A division by their number would spread NaN to every rank's parameters."""
     made = batch("peaked" if "num_items" in options else "all_ignored", rows=4, vocab_size=COLUMNS * 2)
-    case = Case(*made, impl, {**EVERY, **options})
+    case = Case(made, impl, {**EVERY, **options})
     for result in rank_pool.run(run, case):
         loss, predictions = result.outputs
-        assert loss.item() == 0 and not result.grad.any() and predictions.dtype == torch.int64
-    case = case._replace(logits=made.logits[:0], labels=made.labels[:0], grad_outputs=(torch.ones(()),))
+        assert loss.item() == 0 and not result.gradients[0].any() and predictions.dtype == torch.int64
+    case = case._replace(inputs=Batch(made.logits[:0], made.labels[:0]), grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
-        assert result.outputs[0].sum().item() == 0.0 and result.grad.shape == (0, COLUMNS)
+        assert result.outputs[0].sum().item() == 0.0 and result.gradients[0].shape == (0, COLUMNS)
         assert result.in_forward == [] and result.in_backward == []
 
 
@@ -118,7 +118,7 @@ def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, gradien
         ("none", dict(grad_output_layouts((2, 4)))["transposed"]),
     ):
         options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
-        case = Case(logits.view(2, 4, -1), labels.view(2, 4), impl, options, grad_outputs=(grad_output,))
+        case = Case(Batch(logits.view(2, 4, -1), labels.view(2, 4)), impl, options, grad_outputs=(grad_output,))
         assert check(case, rank_pool.run(run, case)).loss.shape == (() if reduction == "mean" else (2, 4))
 
 
@@ -135,7 +135,7 @@ def test_of_equal_logits_the_lowest_global_id_is_predicted(rank_pool, impl):
     labels = torch.tensor([0, COLUMNS, 3, vocab_size - 2, COLUMNS, 0])
     ranks = even(COLUMNS, world)
     for bounds in (ranks, ranks[::-1]):
-        case = Case(logits, labels, impl, {"outputs": METRICS}, bounds, "shard")
+        case = Case(Batch(logits, labels), impl, {"outputs": METRICS}, bounds, "shard")
         _, predictions = check(case, rank_pool.run(run, case)).outputs
         assert predictions.tolist() == [0, COLUMNS - 1, 3, vocab_size - 2, COLUMNS, 0]
 
@@ -151,8 +151,8 @@ def test_a_last_shard_that_is_all_padding(rank_pool, impl):
         assert bounds[-1][0] >= vocab_size
         logits, labels = broad_rows("shard_edges", ROWS, vocab_size)
         labels[0], labels[1] = vocab_size, vocab_size - 1
-        case = Case(logits, labels, impl, {**EVERY, "reduction": "none"}, bounds, size)
-        whole = check(case, rank_pool.run(run, case, None, True))
+        case = Case(Batch(logits, labels), impl, {**EVERY, "reduction": "none"}, bounds, size, with_alone=True)
+        whole = check(case, rank_pool.run(run, case))
         assert whole.loss.isnan().tolist() == [True] + [False] * (ROWS - 1)
 
 
@@ -163,7 +163,7 @@ def test_shards_in_another_order_than_the_ranks(rank_pool, impl):
     bounds = list(zip([0, *ends[:-1]], ends, strict=True))
     bounds = bounds[1:] + bounds[:1]
     made = broad_rows("excluded_columns", ROWS, ends[-1])
-    case = Case(*made, impl, {**EVERY, "label_smoothing": 0.0}, bounds, "shard")
+    case = Case(made, impl, {**EVERY, "label_smoothing": 0.0}, bounds, "shard")
     check(case, rank_pool.run(run, case))
 
 
@@ -173,23 +173,23 @@ def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl, member_sets):
     """The rank within the group decides which columns are owned, not the rank within the world."""
     size = len(member_sets[0])
     made = batch("shard_edges", rows=2 * size, vocab_size=COLUMNS * size - 3, shards=size)
-    case = Case(*made, impl, {"label_smoothing": 0.1}, chunked(COLUMNS * size - 3, size), "vocab_size")
+    case = Case(made, impl, {"label_smoothing": 0.1}, chunked(COLUMNS * size - 3, size), "vocab_size")
     of_tokens = case._replace(
         options={"temperature": 0.6}, grad_outputs=tuple(grads_of_every_output(2 * size)), function=every_output
     )
     for each in (case, of_tokens):
         results = rank_pool.run(run, each, member_sets)
         for members in member_sets:
-            check(each, [results[rank] for rank in sorted(members)], sorted(members))
+            check(each, [results[rank] for rank in sorted(members)], ranks=sorted(members))
         outside = set(range(4)) - {rank for members in member_sets for rank in members}
         assert all(results[rank] is None for rank in outside)
 
 
 @in_two_ranks
 def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
-    case = Case(*batch("peaked", rows=ROWS, vocab_size=COLUMNS), impl, {"reduction": "mean"})
+    case = Case(batch("peaked", rows=ROWS, vocab_size=COLUMNS), impl, {"reduction": "mean"})
     for rank, result in enumerate(rank_pool.run(run, case, ((0,), (1,)))):
-        check(case, [result], [rank])
+        check(case, [result], ranks=[rank])
 
 
 @in_several_ranks
@@ -198,7 +198,7 @@ def test_every_output_with_a_temperature_per_token_in_one_exchange(rank_pool, im
     logits, labels = broad_rows("some_ignored", ROWS, COLUMNS)
     options = {"temperature": TEMPERATURES.masked_fill(labels < 0, NAN), "logit_scale": 0.4, "softcap": 10.0}
     grads = tuple(grads_of_every_output(ROWS))
-    case = Case(logits, labels, impl, options, grad_outputs=grads, function=every_output)
+    case = Case(Batch(logits, labels), impl, options, grad_outputs=grads, function=every_output)
     check(case, rank_pool.run(run, case))
 
 
@@ -206,8 +206,8 @@ def _dtensors(rank, group, case):
     """In a rank: log-probs with plain and DTensor labels, and the errors of temperatures that are not plain."""
     device, given = device_of(rank, group), {"impl": case.impl}
     mesh = DeviceMesh.from_group(group, device.type)
-    logits = distribute_tensor(case.logits.to(device), mesh, [Shard(1)])
-    labels, t = case.labels.to(device), case.options["temperature"].to(device)
+    logits = distribute_tensor(case.inputs.logits.to(device), mesh, [Shard(1)])
+    labels, t = case.inputs.labels.to(device), case.options["temperature"].to(device)
     whole, of_rows = (distribute_tensor(tensor, mesh, [Replicate()]) for tensor in (labels, t))
     found = [dtensor.token_log_probs(logits, each, temperature=t, **given) for each in (labels, whole)]
     error = error_of(partial(dtensor.token_log_probs, logits, whole, temperature=of_rows))
@@ -216,8 +216,8 @@ def _dtensors(rank, group, case):
 
 @in_ranks((2,), (), (2,))
 def test_the_function_over_dtensors_takes_plain_temperatures(rank_pool, impl):
-    case = Case(*broad_rows("peaked", ROWS, COLUMNS), impl, {"temperature": TEMPERATURES})
-    expected = token_log_probs(case.logits, case.labels, **case.options)
+    case = Case(broad_rows("peaked", ROWS, COLUMNS), impl, {"temperature": TEMPERATURES})
+    expected = token_log_probs(*case.inputs, **case.options)
     for plain, distributed, error in rank_pool.run(_dtensors, case):
         torch.testing.assert_close(plain, expected, rtol=1e-6, atol=1e-6)
         assert torch.equal(plain, distributed)

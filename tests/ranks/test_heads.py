@@ -23,9 +23,9 @@ from tests.support.cases.linear import (
     linear_same_dtype,
     projection,
 )
+from tests.support.ranks.case import Case, Result, check, chunked, grad_outputs_of
 from tests.support.ranks.collectives import assert_refused, messages_of
-from tests.support.ranks.linear import ROWS, Case, Result, check, grad_outputs_of
-from tests.support.ranks.logits import chunked
+from tests.support.ranks.linear import ROWS
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, subgroups
 from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
@@ -154,7 +154,7 @@ def _on_parallel_head(rank, group, case, style):
     assert f"{world} ranks, weight=({COLUMNS}, {WIDTH})" in repr(module)
     for parameter in head.parameters():
         assert parameter.grad.placements == (Shard(0),) and parameter.grad.shape == parameter.shape
-    return Result((loss,), hidden.grad, head.weight.grad.to_local(), head.bias.grad.to_local(), [], [])
+    return Result((loss,), (hidden.grad, head.weight.grad.to_local(), head.bias.grad.to_local()), [], [])
 
 
 @TWO_WAYS

@@ -17,20 +17,16 @@ from tests.support.cases.linear import (
 )
 from tests.support.cases.logits import grads_of_every_output
 from tests.support.cases.weights import weights
+from tests.support.ranks.case import Case, check, chunked, distributed, even, run
 from tests.support.ranks.collectives import assert_refused, messages_of
 from tests.support.ranks.linear import (
     BY_WAY,
     COLUMNS,
     ROWS,
     WAYS,
-    Case,
-    check,
     check_collectives,
     check_sent,
-    distributed,
-    run,
 )
-from tests.support.ranks.logits import chunked, even
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
@@ -166,7 +162,7 @@ def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
     for sequence_parallel in (False, True):
         options = {**WAYS["mean"], "sequence_parallel": sequence_parallel}
         case = Case(projection("shard_edges", 4, 37), impl, options, chunked(37, 2), "vocab_size")
-        results = rank_pool.run(run, case, members)
+        results = rank_pool.run(run, case, (members,))
         assert results[0] is None and results[2] is None
         check(case, [results[rank] for rank in members])
 
@@ -178,8 +174,8 @@ def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
     inputs = projection("shard_edges", ROWS, vocab_size, dtype=torch.bfloat16, bias=True)
     bounds = chunked(vocab_size, rank_pool.world_size)
-    case = Case(inputs, impl, {**way, "chunk_size": 4}, bounds, main_grad=main_grad)
-    check(case, rank_pool.run(run, case, None, True))
+    case = Case(inputs, impl, {**way, "chunk_size": 4}, bounds, main_grad=main_grad, as_dtensors=True)
+    check(case, rank_pool.run(run, case))
 
 
 @TWO_WAYS
@@ -188,8 +184,9 @@ def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, imp
     """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
     world = rank_pool.world_size
     rows, vocab_size = 4 * world - 1, 4 * world - 2
-    case = Case(projection("shard_edges", ROWS, vocab_size), impl, way, chunked(rows, world), "vocab_size")
-    check(case, rank_pool.run(run, case, None, True))
+    inputs = projection("shard_edges", ROWS, vocab_size)
+    case = Case(inputs, impl, way, chunked(rows, world), "vocab_size", as_dtensors=True)
+    check(case, rank_pool.run(run, case))
 
 
 def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
@@ -257,8 +254,9 @@ def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
     case = Case(none, impl, {**way, "sequence_parallel": True}, grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].shape == ((0, 2) if way["reduction"] == "none" else ())
-        assert result.hidden.shape == (0, 2, WIDTH) and result.weight.shape == (COLUMNS, WIDTH)
-        for tensor in (result.outputs[0], result.weight, result.bias):
+        hidden, weight, bias = result.gradients
+        assert hidden.shape == (0, 2, WIDTH) and weight.shape == (COLUMNS, WIDTH)
+        for tensor in (result.outputs[0], weight, bias):
             assert torch.equal(tensor, torch.zeros_like(tensor))
         assert not result.in_forward + result.in_backward
 
@@ -275,7 +273,8 @@ def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold
     check(case, wide)
     narrow = rank_pool.run(run, case._replace(inputs=inputs._replace(labels=inputs.labels.int())))
     for result, expected in zip(narrow, wide, strict=True):
-        assert all(map(torch.equal, (*result.outputs, *result[1:3]), (*expected.outputs, *expected[1:3])))
+        first, second = ((*each.outputs, *each.gradients[:2]) for each in (result, expected))
+        assert all(map(torch.equal, first, second))
 
 
 def _refusals(rank, group, impl):

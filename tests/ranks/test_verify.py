@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.support.cases.inputs import IGNORE_INDEX, NAN, batch, shard_of
+from tests.support.ranks.case import with_collectives
 from tests.support.ranks.collectives import error_of
-from tests.support.ranks.logits import with_collectives
 from tests.support.ranks.pools import device_of, in_ranks
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype

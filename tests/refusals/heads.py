@@ -130,8 +130,8 @@ OF_LOG_PROBS: list[Row] = [
 
 
 def a_call():
-    given = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS}
-    return {"labels": LABELS.clone()} | {name: each.clone().requires_grad_() for name, each in given.items()}
+    leaves = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS}
+    return {"labels": LABELS.clone()} | {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
 
 
 class LoraLinear(nn.Module):

@@ -28,11 +28,11 @@ class Table(NamedTuple):
 
     def arguments(self, changed: dict[str, Any]) -> dict[str, Any]:
         """The valid ones with those of a row in their place."""
-        given = self.valid()
+        arguments = self.valid()
         for name, value in changed.items():
             record, _, field = name.partition(".")
-            given[record] = given[record]._replace(**{field: value}) if field else value
-        return given
+            arguments[record] = arguments[record]._replace(**{field: value}) if field else value
+        return arguments
 
 
 def fault_of(value: Any) -> str:

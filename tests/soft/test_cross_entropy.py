@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from tests.support.cases.inputs import batch
 from tests.support.cases.logits import broad_rows
-from tests.support.cases.soft import Case, check_ranks, run_in_rank, soft_losses, soft_targets
+from tests.support.cases.soft import Pair, soft_losses, soft_targets
 from tests.support.cases.weights import weights
-from tests.support.ranks.logits import even
+from tests.support.ranks.case import Case, check, run
 from tests.support.ranks.pools import in_two_ranks
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
@@ -16,9 +16,9 @@ NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43
 
 
-def case_of(kind="peaked", columns=COLUMNS, **ways):
+def pair_of(kind="peaked", columns=COLUMNS):
     logits = broad_rows(kind, ROWS, columns, shards=2).logits
-    return Case(vocab_parallel_cross_entropy, soft_losses, logits, soft_targets(logits), {}, ways)
+    return Pair(logits, soft_targets(logits), soft_losses)
 
 
 @pytest.mark.reference
@@ -40,7 +40,6 @@ def test_pytorchs_numbers(weight):
 def test_edge_rows(impl_device, gradient):
     """Excluded columns without and with a target, NaN, +inf, a row of -inf, and targets of 0."""
     impl, device = impl_device
-    made = case_of(columns=30)
     logits, targets = torch.randn(6, 30), soft_targets(torch.randn(6, 30))
     targets[0:2, 4], logits[0:2, 4], targets[1, 4] = 0.0, -INF, 0.25
     weight = torch.ones(30).index_fill_(0, torch.tensor([4]), 0.0)
@@ -65,13 +64,13 @@ def test_edge_rows(impl_device, gradient):
     items = {**options, "reduction": "sum", "num_items": 0}
     loss = vocab_parallel_cross_entropy(leaf * 1, targets.to(device), **items)
     assert loss == 0 and not torch.autograd.grad(loss, leaf, torch.tensor(INF, device=device))[0].any()
-    assert made.function(leaf[:0] * 1, targets[:0].to(device), impl=impl) == 0  # no rows
+    assert vocab_parallel_cross_entropy(leaf[:0] * 1, targets[:0].to(device), impl=impl) == 0  # no rows
 
 
 @pytest.mark.reference
 def test_where_the_gradient_is_written():
     """In place by name, unless the targets lie in the same memory; a second backward over it raises."""
-    made = case_of()
+    made = pair_of()
     leaf = made.logits.clone().requires_grad_()
     logits = leaf * 1
     loss = vocab_parallel_cross_entropy(logits, made.other, gradient="in_backward")
@@ -108,5 +107,5 @@ def test_where_the_gradient_is_written():
 @in_two_ranks
 def test_a_shard_that_is_excluded_and_smoothing_over_all_columns(rank_pool, impl):
     for kind, options in (("excluded_shard", {}), ("peaked", {"label_smoothing": 0.1})):
-        case = case_of(kind, columns=40, reduction="sum", num_items=7)._replace(options=options)
-        check_ranks(case, rank_pool.run(run_in_rank, case, impl, even(20, 2)), even(20, 2), [16])
+        case = Case(pair_of(kind, columns=40), impl, {**options, "reduction": "sum", "num_items": 7})
+        check(case, rank_pool.run(run, case), [16])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
-from tests.support.cases.soft import Case, divergences
+from tests.support.cases.soft import Pair, divergences
 from tests.support.ranks.in_turn import in_turn
 from vocab_parallel_ce import (
     Head,
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43
 
 
-def case_of(dtype=torch.float32, teacher_dtype=None, columns=COLUMNS, labels=False):
+def pair_of(dtype=torch.float32, teacher_dtype=None, columns=COLUMNS, labels=False):
     """The teacher is near the student in the first row and another model's in the rest."""
     made = broad_rows("peaked", ROWS, columns, dtype=dtype, shards=2)
     noise = torch.randn(made.logits.shape, generator=torch.Generator().manual_seed(5))
@@ -36,13 +36,13 @@ def case_of(dtype=torch.float32, teacher_dtype=None, columns=COLUMNS, labels=Fal
         given = made.labels.clone()
         given[2] = IGNORE_INDEX
     teacher = teacher.to(teacher_dtype or dtype)
-    return Case(distillation_loss, divergences, made.logits, teacher, {}, {}, given)
+    return Pair(made.logits, teacher, divergences, given)
 
 
 @pytest.mark.reference
 def test_pytorchs_and_trls_numbers():
     gkd = pytest.importorskip("trl.experimental.gkd")
-    made = case_of()
+    made = pair_of()
     log_s, log_t = (z.div(1.7).log_softmax(-1) for z in (made.logits, made.other))
     forward = F.kl_div(log_s, log_t, log_target=True, reduction="batchmean")
     reverse = F.kl_div(log_t, log_s, log_target=True, reduction="batchmean")
@@ -62,7 +62,7 @@ def test_pytorchs_and_trls_numbers():
 def test_edge_rows(impl_device, divergence):
     """Columns that both exclude, or one; NaN, +inf, -inf rows; labels outside; no items; no rows."""
     impl, device = impl_device
-    made = case_of(columns=30)
+    made = pair_of(columns=30)
     student, teacher = (torch.cat([t, t[1:]]).clone() for t in (made.logits, made.other))
     student[0:2, 4], teacher[0, 4], teacher[2, 4] = -INF, -INF, -INF
     student[3, 3], teacher[4, 3], student[5] = NAN, INF, -INF
@@ -92,7 +92,7 @@ def test_edge_rows(impl_device, divergence):
 def test_columns_masked_by_the_least_finite_number(impl_device, divergence):
     """In the side that weighs, a probability of 0: its term is 0, also beside the other's mask."""
     impl, device = impl_device
-    made, least = case_of(columns=30), torch.finfo(torch.bfloat16).min
+    made, least = pair_of(columns=30), torch.finfo(torch.bfloat16).min
     student, teacher = made.logits.clone(), made.other.clone()
     weighing, other = (teacher, student) if divergence == "forward" else (student, teacher)
     weighing[:, 3:9], weighing[1, 12], other[1, 12] = least, -200.0, least
@@ -198,7 +198,7 @@ def test_a_mixture_with_a_small_share_keeps_its_digits(impl_device, function, be
 def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_device):
     """Also where a column that one of them excludes makes a divergence infinite."""
     impl, device = impl_device
-    made = case_of(labels=True)
+    made = pair_of(labels=True)
     given = made.logits.to(device), made.other.to(device)
     labels = made.labels.to(device)
     (leaf, teacher), column = (t.clone() for t in given), (labels[0] + 1) % COLUMNS
@@ -219,7 +219,7 @@ def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_devi
 @pytest.mark.reference
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_an_fp64_student_has_fp64_arithmetic_whatever_its_teacher_is(divergence):
-    made = case_of(dtype=torch.float64, teacher_dtype=torch.bfloat16)
+    made = pair_of(dtype=torch.float64, teacher_dtype=torch.bfloat16)
     loss = distillation_loss(made.logits, made.other, divergence=divergence, reduction="none")
     truth = divergences(made.logits, made.other.double(), divergence=divergence)
     torch.testing.assert_close(loss, truth, rtol=1e-12, atol=1e-13)
@@ -227,7 +227,7 @@ def test_an_fp64_student_has_fp64_arithmetic_whatever_its_teacher_is(divergence)
 
 @pytest.mark.reference
 def test_a_student_that_shares_the_teachers_memory_keeps_it():
-    leaf = case_of().logits.requires_grad_()
+    leaf = pair_of().logits.requires_grad_()
     logits = leaf * 1
     kept = logits.detach().clone()
     (grad,) = torch.autograd.grad(distillation_loss(logits, logits.detach()[..., :]), logits)

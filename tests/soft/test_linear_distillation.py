@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
 from tests.support.cases.pairs import covering
 from tests.support.cases.soft import divergences, subtracted, topk_losses
+from tests.support.ranks.case import BOUNDS, assembled, even
 from tests.support.ranks.collectives import error_of, record_collectives
-from tests.support.ranks.logits import BOUNDS, assembled, even
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import (

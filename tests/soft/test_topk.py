@@ -8,7 +8,8 @@ import torch
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
-from tests.support.cases.soft import Case, check, topk_loss, topk_losses
+from tests.support.cases.soft import Pair, topk_loss, topk_losses
+from tests.support.ranks.case import Case, check, run
 from vocab_parallel_ce import (
     Head,
     TopKTeacher,
@@ -21,16 +22,23 @@ NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS, K = 5, 43, 6
 
 
-def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k=K, options=None, **ways):
+def made_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k=K):
+    """Logits and labels, and what is known of the teacher."""
     made = broad_rows(kind, ROWS, columns, dtype=dtype, shards=2)
     noise = torch.randn(made.logits.shape, generator=torch.Generator().manual_seed(5))
     log_t = (noise * 2 + made.logits.float() * 0.3).log_softmax(-1)
     # Shuffled: the most probable token need not be first.
     order = torch.randperm(k, generator=torch.Generator().manual_seed(6))
     log_probs, ids = (t[:, order] for t in log_t.topk(k, dim=-1))
-    options = {"teacher_ids": ids, "teacher_log_probs": log_probs, **(options or {})}
     given = made.labels.clone().index_fill_(0, torch.tensor([2]), IGNORE_INDEX) if labels else None
-    return Case(topk_loss, topk_losses, made.logits, made.logits, options, ways, given)
+    pair = Pair(made.logits, made.logits, topk_losses, given)
+    return pair, {"teacher_ids": ids, "teacher_log_probs": log_probs}
+
+
+def check_call(impl_device, pair, **options):
+    impl, device = impl_device
+    case = Case(pair, impl, options, function=topk_loss)
+    check(case, [run(0, None, case, device=device)])
 
 
 def _on(device, student, ignored, **options):
@@ -53,12 +61,11 @@ BEYOND_FORWARD = covering(
 @pytest.mark.interpreted(12)
 @pytest.mark.parametrize("case", BEYOND_FORWARD, ids=map(str, range(len(BEYOND_FORWARD))))
 def test_divergences_at_known_tokens(impl_device, case):
-    options = {name: case[name] for name in ("rest", "divergence", "temperature")}
+    options = {name: case[name] for name in ("rest", "divergence", "temperature", "reduction", "gradient")}
     options |= {"hard_weight": case["hard"], "temperature": 1.0} if case["hard"] else {}
     options |= {"beta": 0.2} if case["divergence"] == "js" else {}
-    ways = {name: case[name] for name in ("reduction", "gradient")}
-    made = case_of(case["kind"], case["dtype"], labels=case["hard"] is not None, options=options, **ways)
-    check(impl_device, made)
+    pair, known = made_of(case["kind"], case["dtype"], labels=case["hard"] is not None)
+    check_call(impl_device, pair, **known, **options)
 
 
 @pytest.mark.parametrize("divergence", ("reverse", "js"))
@@ -66,8 +73,8 @@ def test_divergences_at_known_tokens(impl_device, case):
 def test_edges_beyond_forward(impl_device, rest, divergence):
     """A token left out, one that the student excludes, NaN, an id and a label outside, a row of nothing, ignored."""
     impl, device = impl_device
-    made = case_of(columns=20)
-    ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
+    made, of_teacher = made_of(columns=20)
+    ids, log_probs = (tensor.clone() for tensor in of_teacher.values())
     student, labels = made.logits.clone(), torch.tensor([3, 4, 20, 5, IGNORE_INDEX])
     log_probs[0, 2], student[1, ids[1, 0]], log_probs[3] = -INF, -INF, -INF
     ids[0, 2], student[4] = ids[0, 2] if rest == "bucket" else -7, NAN
@@ -190,8 +197,8 @@ def test_gradients_beyond_forward_keep_their_digits(impl_device, gap):
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""
     impl, device = impl_device
-    made = case_of(columns=20)
-    ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
+    made, of_teacher = made_of(columns=20)
+    ids, log_probs = (tensor.clone() for tensor in of_teacher.values())
     student, ways = made.logits.clone(), {"rest": rest, "impl": impl, "reduction": "none"}
     log_probs[0, 2], student[0, ids[0, 2]] = -INF, student[0].max()
     ids[0, 2] = ids[0, 2] if rest == "bucket" else -7  # left out: if it is a token, among the others
@@ -208,7 +215,7 @@ def test_edges(impl_device, rest):
     torch.testing.assert_close(loss[:1], truth.float())
     assert loss[1] == INF and grad[1].isfinite().all() and grad[1, ids[1, 0]] == 0
     assert loss[2:4].isnan().all() and grad[2:4].isnan().all() and loss[4] == 0 and not grad[4].any()
-    known = {**given, "teacher_ids": made.options["teacher_ids"].to(device)}
+    known = {**given, "teacher_ids": of_teacher["teacher_ids"].to(device)}
     leaf = made.logits.index_fill(1, torch.tensor([0, 3]), INF).to(device).requires_grad_()
     (grad,) = torch.autograd.grad(topk_loss(leaf * 1, None, **known, **ways).sum(), leaf)
     assert grad[:4].isnan().all() and not grad[4].any()
@@ -218,7 +225,7 @@ def test_edges(impl_device, rest):
     ignored, outside = (torch.full((ROWS,), label, device=device) for label in (IGNORE_INDEX, 20))
     loss = topk_loss(leaf * 1, None, **given, **ways, labels=ignored)
     assert not loss.any() and not torch.autograd.grad(loss.sum(), leaf)[0].any()
-    given["teacher_log_probs"] = made.options["teacher_log_probs"].to(device)
+    given["teacher_log_probs"] = of_teacher["teacher_log_probs"].to(device)
     assert topk_loss(leaf, None, **given, **ways, labels=outside).isnan().all()
     logits, teacher = made.logits.to(device), torch.randn(ROWS, 20, device=device).log_softmax(-1)
     ids = torch.arange(20, device=device).expand(ROWS, 20)
@@ -294,23 +301,22 @@ def test_a_rest_below_the_rounding_of_the_k_tokens(impl_device):
 def test_probabilities_above_1_leave_no_rest_and_a_row_of_nothing_is_nan(impl_device, rest):
     """A rounded teacher's may be 1.01 in all."""
     impl, device = impl_device
-    made = case_of(k=2)
+    pair, given = made_of(k=2)
     log_probs = torch.tensor([0.7, 0.31]).log().expand(ROWS, 2)
-    given = {"teacher_ids": made.options["teacher_ids"], "teacher_log_probs": log_probs, "rest": rest}
-    function = partial(_on, device)
-    check(impl_device, made._replace(function=function, options=given, ways={"reduction": "none"}))
+    given |= {"teacher_log_probs": log_probs, "rest": rest}
+    check_call(impl_device, pair, **given, reduction="none")
     logits = torch.full((ROWS, COLUMNS), -INF)
     assert _on(device, logits.to(device), None, **given, impl=impl, reduction="none").isnan().all()
 
 
 @pytest.mark.reference
 def test_a_teacher_that_holds_a_gradient_is_refused():
-    made = case_of(k=2)
-    log_probs = (made.options["teacher_log_probs"].clone().requires_grad_()) * 1
+    made, given = made_of(k=2)
+    log_probs = given["teacher_log_probs"].clone().requires_grad_() * 1
     labels = torch.zeros(ROWS, dtype=torch.int64)
     vocab_parallel_cross_entropy(log_probs, labels, gradient="in_backward").backward()
     head = torch.randn(COLUMNS, 3)
-    teacher = TopKTeacher(made.options["teacher_ids"], log_probs.detach())
+    teacher = TopKTeacher(given["teacher_ids"], log_probs.detach())
     for call in (
         lambda: distillation_loss(made.logits, teacher),
         lambda: linear_distillation_loss(Head(torch.randn(ROWS, 3), head), teacher),
@@ -321,8 +327,8 @@ def test_a_teacher_that_holds_a_gradient_is_refused():
 
 @pytest.mark.reference
 def test_an_fp64_student_has_fp64_arithmetic():
-    made = case_of(dtype=torch.float64)
+    made, of_teacher = made_of(dtype=torch.float64)
     for rest in ("ignore", "bucket"):
-        given = {**made.options, "teacher_log_probs": made.options["teacher_log_probs"].double(), "rest": rest}
+        given = {**of_teacher, "teacher_log_probs": of_teacher["teacher_log_probs"].double(), "rest": rest}
         truth = topk_losses(made.logits, None, **given).mean()
         torch.testing.assert_close(topk_loss(made.logits, None, **given), truth, rtol=1e-13, atol=1e-13)

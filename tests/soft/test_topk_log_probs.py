@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.soft.test_topk import case_of
+from tests.soft.test_topk import made_of
 from tests.support.cases.inputs import IGNORE_INDEX
 from vocab_parallel_ce import Head, TopKTeacher, distillation_loss, linear_distillation_loss
 
@@ -26,9 +26,9 @@ def test_logits_in_the_place_of_log_probs_are_refused_where_they_count():
 def test_probabilities_in_the_place_of_log_probs_make_their_rows_nan(impl_device, rest, divergence, head):
     """As labels outside of the vocabulary do: the other rows stay what they are, and an ignored one is 0."""
     impl, device = impl_device
-    made = case_of()
-    logits, ids = made.logits[:4].to(device), made.options["teacher_ids"][:4].to(device)
-    log_probs = made.options["teacher_log_probs"][:4].to(device)
+    made, of_teacher = made_of()
+    logits = made.logits[:4].to(device)
+    ids, log_probs = (tensor[:4].to(device) for tensor in of_teacher.values())
     labels = torch.tensor([3, 1, IGNORE_INDEX, 0], device=device)
     wrong = torch.stack([log_probs[0], log_probs[1].exp(), log_probs[2].exp(), log_probs[3] + 3.0])
     options = {"divergence": divergence, "reduction": "none", "labels": labels, "impl": impl}

@@ -61,6 +61,7 @@ _OF_ORACLE = {
 }
 # What calls of the tests are made of, and the ways of a reduction to compute its gradients.
 ROWS, COLUMNS, WIDTH = 5, 21, 8
+N_LEAVES = 6  # tokens of Leaves
 LEAVES = ("hidden", "weight", "bias")
 WAYS = {
     "mean": {"reduction": "mean", "gradient": "in_forward"},
@@ -356,6 +357,31 @@ def check(
             needed = False
         assert (getattr(actual, name) is not None) == needed, name
     return actual
+
+
+class Leaves:
+    """Hidden states and a head of ``N_LEAVES`` tokens that need gradients, and losses of them."""
+
+    def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()) -> None:
+        self.impl, self.device = impl_device
+        self.inputs = projection(kind, N_LEAVES, dtype=dtype, bias=True)
+        self.labels = self.inputs.labels.to(self.device)
+        self.hidden, self.weight, self.bias = (
+            getattr(self.inputs, name).clone().to(self.device).requires_grad_(name not in frozen) for name in LEAVES
+        )
+        self.leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf.requires_grad]
+
+    def loss(self, hidden: Tensor | None = None, **options: Any) -> Any:
+        hidden = self.hidden if hidden is None else hidden
+        options = {"bias": self.bias, "impl": self.impl, **options}
+        return linear_cross_entropy(hidden, self.weight, self.labels, **options)
+
+    def grad_output(self, loss: Tensor) -> Tensor:
+        return grad_output_of({"reduction": "none" if loss.dim() else "mean"}, N_LEAVES).to(self.device)
+
+    def assert_gradients(self, loss, gradients, grad_output, *, times=1, **options) -> None:
+        """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
+        assert_right(Results((loss,), *gradients), self.inputs, times * grad_output.cpu(), **options)
 
 
 def record_matmuls() -> Any:

@@ -174,7 +174,7 @@ def assert_predictions(found: Tensor, truth: Tensor) -> None:
     assert found.dtype == torch.int64 and torch.equal(found.cpu(), truth)
 
 
-class Case:
+class Leaves:
     """Logits as a model produces them, not a leaf, and losses over them."""
 
     def __init__(self, impl_device, kind="some_ignored", *, rows=6, columns=75, dtype=torch.float32) -> None:

@@ -1,7 +1,7 @@
-"""Losses against a distribution per token: what they must return in fp64 and in PyTorch's fp32, and calls of them."""
+"""Losses against a distribution per token: what they must return in fp64 and in PyTorch's fp32."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tests.support.cases.inputs import NAN, NEG_INF, padded_shard
+from tests.support.cases.inputs import NEG_INF
 from tests.support.cases.logits import Results, random_grad_output
-from tests.support.ranks.logits import Result, own_tensors, whole_of, with_collectives
-from tests.support.ranks.pools import device_of
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import transformed
-from vocab_parallel_ce import TopKTeacher, VocabShard, distillation_loss
+from vocab_parallel_ce import TopKTeacher, distillation_loss
 
 
 def soft_targets(logits: Tensor, seed: int = 0) -> Tensor:
@@ -151,110 +149,62 @@ def subtracted_at_known(student: Tensor, options: dict[str, Any]) -> float:
     return float((torch.maximum(log_q, own).exp() * (own.abs() + log_q.abs())).sum(-1).max()) + 1.0
 
 
-def in_exponents(case: "Case") -> float:
-    """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
-    ways = {name: case.options[name] for name in ("logit_scale", "softcap") if name in case.options}
-    z = transformed(case.logits.double(), **ways) / case.options.get("temperature", 1.0)
-    return float((z.softmax(-1) * z.abs()).nan_to_num(0.0, 0.0, 0.0).max())
+class Pair(NamedTuple):
+    """Logits and a tensor alongside them, over the whole vocabulary, and the loss of both."""
+
+    logits: Tensor  # [N, V]
+    other: Tensor  # [N, V] targets, or the teacher's logits
+    losses: Callable[..., Tensor]  # the oracle: unreduced, of both and options
+    labels: Tensor | None = None  # [N]
 
 
-class Case(NamedTuple):
-    """One call over ``logits [N, V]`` and a tensor beside them."""
-
-    function: Callable[..., Tensor]
-    losses: Callable[..., Tensor]  # the oracle: unreduced, of logits and other
-    logits: Tensor
-    other: Tensor
-    options: dict[str, Any]  # of the oracle
-    ways: dict[str, Any] = {}  # the rest: reduction, gradient
-    labels: Tensor | None = None
-    padding: tuple[int, int] = (0, 0)  # columns after the vocabulary, of logits and other
-    oracle: Any = None  # the case that the oracle computes, if it cannot compute this one
-    weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
+WAYS = ("reduction", "gradient", "num_items")  # options that the oracle's losses do not know
 
 
-def grad_output_of(case: Case) -> Tensor:
-    if case.ways.get("reduction") != "none":
+def grad_output_of(options: dict[str, Any], rows: int) -> Tensor:
+    if options.get("reduction") != "none":
         return torch.tensor(0.75)
-    return random_grad_output(len(case.logits), seed=1)
+    return random_grad_output(rows, seed=1)
 
 
-def expected(case: Case, dtype: torch.dtype) -> Results:
+def expected(pair: Pair, dtype: torch.dtype, grad_output: Tensor, **options: Any) -> Results:
     """In ``dtype``: fp64 is the truth, fp32 what PyTorch makes of it."""
-    case = case.oracle or case
-    leaf = case.logits.detach().to(dtype).requires_grad_()
-    own = {"labels": case.labels} if case.options.get("hard_weight") else {}
-    losses = case.losses(leaf, case.other.to(dtype), **case.options, **own)
+    leaf = pair.logits.detach().to(dtype).requires_grad_()
+    known = {name: value for name, value in options.items() if name not in WAYS}
+    known |= {"labels": pair.labels} if options.get("hard_weight") else {}
+    losses = pair.losses(leaf, pair.other.to(dtype), **known)
     counted = torch.ones_like(losses, dtype=torch.bool)
-    if case.labels is not None:
-        counted = case.labels != case.options.get("ignore_index", -100)
+    if pair.labels is not None:
+        counted = pair.labels != options.get("ignore_index", -100)
         losses = losses.where(counted, 0.0)
-    reduction, num_items = case.ways.get("reduction", "mean"), case.ways.get("num_items")
+    reduction, num_items = options.get("reduction", "mean"), options.get("num_items")
     loss = losses if reduction == "none" else losses.sum()
     if num_items is not None or reduction == "mean":
         loss = loss / float(counted.sum() if num_items is None else num_items)
-    (grad,) = torch.autograd.grad(loss, leaf, grad_output_of(case).to(leaf).expand(loss.shape))
+    (grad,) = torch.autograd.grad(loss, leaf, grad_output.to(leaf).expand(loss.shape))
     return Results((loss.detach(),), grad)
 
 
-def assert_right(case: Case, results: Results) -> None:
-    truth = expected(case, torch.float64)
-    there = tree_map_only(torch.Tensor, lambda t: t.to(results.grad.device), case)
-    peer = expected(there, torch.float32)  # a GPU's exponential is less exact than a CPU's
-    of_loss, of_grad = 0.0, in_exponents(case)
-    if case.losses is divergences:
-        of_loss, of_terms = subtracted(case.logits, case.other, case.options)
+def in_exponents(logits: Tensor, options: dict[str, Any]) -> float:
+    """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
+    ways = {name: options[name] for name in ("logit_scale", "softcap") if name in options}
+    z = transformed(logits.double(), **ways) / options.get("temperature", 1.0)
+    return float((z.softmax(-1) * z.abs()).nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def assert_right(results: Results, pair: Pair, *grad_outputs: Tensor, **options: Any) -> None:
+    """``results`` of the call with ``options`` are those of the oracle; a grad_output is that of the reduction."""
+    (grad_output,) = grad_outputs or (grad_output_of(options, len(pair.logits)),)
+    truth = expected(pair, torch.float64, grad_output, **options)
+    there = tree_map_only(torch.Tensor, lambda t: t.to(results.grad.device), (pair, options))
+    peer = expected(there[0], torch.float32, grad_output, **there[1])  # a GPU's exponential is less exact than a CPU's
+    of_loss, of_grad = 0.0, in_exponents(pair.logits, options)
+    if pair.losses is divergences:
+        of_loss, of_terms = subtracted(pair.logits, pair.other, options)
         of_grad += of_terms  # the rounding of both
-    if case.losses is topk_losses:
-        of_loss = subtracted_at_known(case.logits, case.options)
-    of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
+    if pair.losses is topk_losses:
+        of_loss = subtracted_at_known(pair.logits, options)
+    of_grad *= float(grad_output.abs().max()) / (1 if results.loss.dim() else len(pair.logits))
     assert_within_budget(results.loss, truth.loss, peer.loss, of_loss)
-    roundings = 2 if case.ways.get("gradient") == "in_forward" else 1  # backward multiplies what forward has written
+    roundings = 2 if options.get("gradient") == "in_forward" else 1  # backward multiplies what forward has written
     assert_within_budget(results.grad, truth.grad, peer.grad, of_grad, roundings)
-
-
-def arguments(case: Case) -> dict[str, Any]:
-    return case.options | case.ways | ({} if case.labels is None else {"labels": case.labels})
-
-
-def check(impl_device: tuple[str, str], case: Case) -> Results:
-    """One call and backward over copies; padded columns hold NaN, and get a gradient of 0."""
-    (impl, device), vocab_size = impl_device, case.logits.shape[-1]
-    of_logits, of_other = case.padding
-    leaf = padded_shard(case.logits, 0, vocab_size + of_logits).to(device).requires_grad_()
-    other = padded_shard(case.other, 0, vocab_size + of_other).to(device)
-    kept, given = other.clone(), arguments(case)
-    given |= {"vocab_size": vocab_size} if any(case.padding) else {}
-    given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
-    given |= own_tensors(case, 0, vocab_size + of_logits, torch.device(device))
-    loss = case.function(leaf * 1, other, impl=impl, **given)
-    loss.backward(grad_output_of(case).to(device).expand(loss.shape))
-    assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
-    grad, rest = leaf.grad.cpu().split((vocab_size, of_logits), dim=-1)
-    assert not rest.any(), "gradient of padded columns"
-    results = Results((loss.detach().cpu(),), grad)
-    assert_right(case, results)
-    return results
-
-
-def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[tuple[int, int]]) -> Result:
-    """In a rank: one call and its backward, over the columns ``bounds[rank]``; those beyond the vocabulary hold NaN."""
-    device, (start, stop) = device_of(rank, group), bounds[rank]
-    leaf, other = (padded_shard(t, start, stop, NAN).to(device) for t in (case.logits, case.other))
-    leaf.requires_grad_()
-    shard = VocabShard(start, stop, case.logits.shape[-1])
-    given = arguments(case) | {"group": group, "vocab_size": shard, "impl": impl}
-    given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
-    given |= own_tensors(case, start, stop, device)
-    grad_outputs = (grad_output_of(case).to(device),)
-    outputs, *collectives = with_collectives(lambda: case.function(leaf * 1, other, **given), grad_outputs)
-    return Result(outputs, leaf.grad, *collectives)
-
-
-def check_ranks(case: Case, results: Sequence[Result], bounds: Sequence[tuple[int, int]], sent: list[int]) -> None:
-    """Losses are bit-equal and right, and forward sends ``sent`` bytes per row in as many collectives."""
-    assert_right(case, whole_of(results, bounds, case.logits.shape[-1]))
-    for result in results:
-        assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
-        assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]
-        assert result.in_backward == []

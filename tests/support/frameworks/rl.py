@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.cases.inputs import batch, with_a_broad_row
-from tests.support.ranks.logits import assembled, even
+from tests.support.ranks.case import assembled, even
 from tests.support.ranks.pools import device_of, in_ranks
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
