@@ -5,11 +5,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.cases import linear
 from tests.support.cases.inputs import batch
 from tests.support.kernels.launch_shapes import forget_plans
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from vocab_parallel_ce import linear_cross_entropy, plan, run, vocab_parallel_cross_entropy
+from vocab_parallel_ce import plan, run, vocab_parallel_cross_entropy
 from vocab_parallel_ce.selection import Selection
 
 pytestmark = pytest.mark.interpreter
@@ -94,17 +95,5 @@ def test_one_launch_from_the_fewest_rows_on(one_launch, reduction):
 
 def test_each_chunk_of_a_head_by_its_own_rows(one_launch):
     """Ten tokens in chunks of 4, of which the last has 2."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(10, 16, generator=generator), torch.randn(520, 16, generator=generator)
-    labels = torch.randint(0, 520, (10,), generator=generator)
-
-    def results(loss_of, *leaves):
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        loss = loss_of(*leaves)
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    found = results(lambda h, w: linear_cross_entropy(h, w, labels, chunk_size=4, impl="triton"), hidden, weight)
+    linear.check(("triton", "cpu"), linear.many_tokens(10, 520), chunk_size=4)
     assert one_launch == [4, 4]
-    truth = results(lambda h, w: torch.nn.functional.cross_entropy(h @ w.T, labels), hidden.double(), weight.double())
-    for actual, expected in zip(found, truth, strict=True):
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
