@@ -15,7 +15,11 @@ OF_LOGITS: list[Row] = [
     ({"teacher": TEACHER.long()}, TypeError, "teacher: dtype"),
     ({"teacher": OF_INFERENCE}, ValueError, "teacher: expected .*clone"),
     ({"teacher": TEACHER[:1]}, ValueError, "teacher: shape"),
-    ({"teacher": TEACHER[:, :5]}, ValueError, "teacher: last dimension must be the student's, 6, if vocab_size "),
+    (
+        {"teacher": TEACHER[:, :5]},
+        ValueError,
+        "teacher: last dimension must be the student's, 6, without vocab_size, got",
+    ),
     ({"teacher": TEACHER[:, :4], "vocab_size": 5}, ValueError, "teacher: last dimension"),
     ({"teacher": TEACHER[:, :4], "vocab_size": SHARD}, ValueError, "teacher: last dimension must give"),
     ({"teacher": Head(STUDENT, STUDENT)}, TypeError, "teacher: expected logits or a TopKTeacher, got a Head"),

@@ -17,7 +17,7 @@ OF_SHARDS: list[Row] = [
     ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
     ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
     ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
-    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size: vocab_size: expected an int, got float"),
+    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size.vocab_size: expected an int, got float"),
 ]
 OF_BOTH: list[Row] = [
     *number("softcap"),
@@ -45,9 +45,13 @@ DIVISORS: list[Row] = [
     ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0.* got -1"),
     ({"num_items": NAN, **ITEMS}, ValueError, "num_items: must be at least 0.* got nan"),
     ({"num_items": torch.tensor(-2), **ITEMS}, ValueError, "num_items: must be at least 0"),
-    ({"num_items": True, **ITEMS}, TypeError, "num_items: expected a number or a tensor of .* got bool"),
-    ({"num_items": "3", **ITEMS}, TypeError, "num_items: expected a number or a tensor of .* got str"),
-    ({"num_items": ONE.clone().requires_grad_(), **ITEMS}, TypeError, "num_items: expected a constant, got a tensor"),
+    ({"num_items": True, **ITEMS}, TypeError, "num_items: expected a number, got bool"),
+    ({"num_items": "3", **ITEMS}, TypeError, "num_items: expected a number, got str"),
+    (
+        {"num_items": ONE.clone().requires_grad_(), **ITEMS},
+        TypeError,
+        "num_items: expected a tensor that requires no gradient, got one",
+    ),
     ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
     ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
     ({"num_items": ONE.to("meta"), **ITEMS}, ValueError, "num_items: device .*cpu.*meta"),
@@ -74,7 +78,7 @@ OF_LOSS_AT_CALLS: list[Row] = [
     ({"class_weight": ONE}, ValueError, r"class_weight: expected shape .*, got \(\)"),
     ({"class_weight": ONES.to("meta")}, ValueError, "class_weight: device .*cpu, got meta"),
     ({"outputs": MEAN_LOGIT, "class_weight": ONES}, ValueError, "outputs: expected no 'mean_logit' with class_weight"),
-    (MANY, ValueError, r"vocab_size: must be at most 2\*\*24 .*got 16777217$"),
+    (MANY, ValueError, r"vocab_size: must be at most 2\*\*24 .*got 16777217; leave"),
 ]
 TENSORS: list[Row] = [
     ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
@@ -121,7 +125,7 @@ OF_LOG_PROBS: list[Row] = [
     ({"labels": LABELS[..., None], "threshold": ROWS}, ValueError, "labels: expected one per token with .*threshold"),
 ]
 WHEN_MADE: list[Row] = [
-    ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size: vocab_size: expected an int, got NoneType"),
+    ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size.vocab_size: expected an int, got NoneType"),
     ({"vocab_size": 2**25, "outputs": ("predictions",)}, ValueError, "vocab_size: must be at most"),
 ]
 WHEN_SET: list[Row] = [

@@ -12,7 +12,7 @@ OF_THRESHOLDS: list[Row] = [
     ({"logits": torch.tensor(1.0)}, ValueError, "logits: expected shape"),
     ({"top_p": 0.0}, ValueError, r"top_p: must be in \(0, 1\], got 0.0$"),
     ({"top_p": 1.1}, ValueError, r"top_p: must be in \(0, 1\], got 1.1$"),
-    ({"top_k": 0}, ValueError, "top_k .None: all.: must be"),
+    ({"top_k": 0}, ValueError, "top_k: must be"),
     ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature: expected 1 element"),
 ]
@@ -77,7 +77,7 @@ def on_ranks(**given):
 TABLES = [
     Table("sampling_threshold", sampling_threshold, lambda: {"logits": LOGITS}, OF_THRESHOLDS),
     Table("top_k", top_k, lambda: {"logits": LOGITS, "k": 1}, OF_TOP_K),
-    Table("VocabShard.of_rank", VocabShard.of_rank, lambda: {"vocab_size": 8, "rank": 0, "n_ranks": 2}, OF_SHARDS),
+    Table("VocabShard.for_rank", VocabShard.for_rank, lambda: {"vocab_size": 8, "rank": 0, "n_ranks": 2}, OF_SHARDS),
     Table("next_labels", next_labels, lambda: {"labels": ROW}, OF_NEXT_LABELS),
     Table("next_labels on ranks", on_ranks, lambda: {"labels": ROW}, ON_RANKS),
 ]

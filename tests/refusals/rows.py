@@ -63,7 +63,7 @@ def constant(name: str, value: torch.Tensor) -> list[Row]:
     """A tensor that must be floating point, dense, and constant, as another."""
     return [
         ({name: value.tolist()}, TypeError, f"{name}: expected a torch.Tensor, got list"),
-        ({name: value.long()}, TypeError, f"{name}: dtype must be floating point, dense"),
-        ({name: value.to_sparse()}, TypeError, f"{name}: dtype must be floating point, dense"),
+        ({name: value.long()}, TypeError, f"{name}: dtype must be floating point, got"),
+        ({name: value.to_sparse()}, TypeError, f"{name}: expected a dense tensor, got layout"),
         ({name: value.clone().requires_grad_()}, TypeError, f"{name}: .*requires no gradient"),
     ]
