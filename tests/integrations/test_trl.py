@@ -396,5 +396,5 @@ def _refusals(rank, group):
 @in_two_ranks
 def test_a_head_that_anybody_may_have_cut_is_refused(rank_pool, impl):
     no_name = r'ValueError: lm_head\.weight: .*mesh without names.*name the dimension "tp"'
-    cut_twice = "ValueError: bias: .*tensor parallelism and FSDP both cut it"
+    cut_twice = "ValueError: weight: .*tensor parallelism and FSDP both cut it"
     assert_refused(rank_pool.run(_refusals), {"no name": no_name, "cut twice": cut_twice})
