@@ -108,7 +108,8 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         **{name: name in requested for name in OUTPUTS},
     }
     same = {
-        name: type(default)(getattr(settings, name))  # NumPy's numbers become Python's
+        # NumPy's numbers become Python's.
+        name: getattr(settings, name) if default is None else type(default)(getattr(settings, name))
         for name, default in LossOptions._field_defaults.items()
         if name not in derived
     }

@@ -136,7 +136,10 @@ class TokenOutputs(NamedTuple):
 
 
 class GradOutputs(NamedTuple):
-    """What multiplies the gradient of each output, one number per row; None is 0. In the order of the outputs."""
+    """What multiplies the gradient of each output, one number per row, in the order of the outputs.
+
+    None is 0; to launchers, a None loss is 1.
+    """
 
     loss: Any = None  # a Tensor; in kernels a pointer or a stride
     entropy: Any = None

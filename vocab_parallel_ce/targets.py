@@ -69,7 +69,9 @@ class Role:
         raise NotImplementedError
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
-        """Whether that is the caller's target itself, in all calls of its shape and layout."""
+        """Whether that is the caller's target itself, in all calls of its shape and layout: never of one whose
+        memory is checked.
+        """
         return False
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Tensor:

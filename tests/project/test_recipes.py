@@ -67,12 +67,18 @@ for way in ways:
     for impl in ("reference", "triton"):
         for a, b in zip(results(way, impl="reference"), results(way, impl=impl, loss_weight=2.5)):
             torch.testing.assert_close(b, 2.5 * a, rtol=1e-5, atol=1e-6)
-try:
-    results(ways[0], loss_weight=-1)
-except ValueError as error:
-    assert "loss_weight: must be positive" in str(error), error
-else:
-    raise AssertionError("a negative loss_weight was taken")
+def refused(message, call):
+    try:
+        call()
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"not refused: {message}")
+
+refused("loss_weight: must be positive", lambda: results(ways[0], loss_weight=-1))
+probs = torch.rand(2, 7)
+probabilities = lambda: package.vocab_parallel_cross_entropy(hidden @ weight.t(), probs, loss_weight=2.5)
+refused("loss_weight: has no use with probabilities", probabilities)
 """
 
 

@@ -162,7 +162,8 @@ def forward_with_gradients(
 
     Also return the statistics of all ranks, if backward may recompute.
 
-    Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`.
+    Collectives: one or two all_gathers of statistics per chunk, twice as many of a loss with a second exchange, and
+    those of :class:`HiddenStates`.
     """
     outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)

@@ -174,8 +174,7 @@ def option_arguments(options: LossOptions) -> LossOptions:
     """
     values: dict[str, Any] = {name: None if v == getattr(PLAIN, name) else v for name, v in options._asdict().items()}
     values["ignore_index"] = options.ignore_index
-    for flag in ("entropy", "predictions", "class_weight", "lse", "sum_sq_probs", "mean_logit", "negated"):
-        values[flag] = 1 if values[flag] else None
+    values |= {name: 1 for name, value in values.items() if value is True}
     if options.softcap is not None:
         largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
         is_off = largest <= 2e-4  # tanh(a) = a * (1 - a^2 / 3) is a in fp32

@@ -25,7 +25,8 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, _finite_or_zero, _raised_by, transformed
 from vocab_parallel_ce.targets import Columns, Grid
 
-NOT_OF_SOFT_LABELS = ("ignore_index", "outputs", "check_labels")
+# The settings that it has terms for; any other must have its default.
+OF_SOFT_LABELS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "reduction", "gradient", "impl", "vocab_size")
 
 
 class SoftLabels(NamedTuple):
@@ -54,9 +55,10 @@ class SoftLabelLoss(Loss):
     Stats = TargetStats
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
-        for name in NOT_OF_SOFT_LABELS:
-            if getattr(settings, name) != Settings._field_defaults[name]:
-                raise ValueError(f"{name}: has no use with probabilities as labels, got {getattr(settings, name)!r}")
+        for name, default in Settings._field_defaults.items():
+            value = getattr(settings, name)
+            if name not in OF_SOFT_LABELS and value != default:
+                raise ValueError(f"{name}: has no use with probabilities as labels, got {value!r}; leave it out")
         return loss_options(settings, vocab_size)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:

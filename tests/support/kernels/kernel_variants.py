@@ -81,6 +81,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", True, "all_weighted", call="padded")
     yield gradient("bf16", True, "all", rows=("temperature",))
     yield finish("all_weighted", 4)
+    yield from of_largest("bf16")
     if not is_sm_90:
         return
     yield from of_soft_labels("bf16", "bf16", False, "plain")
@@ -139,6 +140,8 @@ def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
 def all_variants(target: GPUTarget) -> Iterator[Variant]:
     """Yield ``variants``, and the product of dtypes, edges, options and kinds of calls, which has most of them."""
     yield from variants(target)
+    for dtype in DTYPES:
+        yield from of_largest(dtype)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
         yield stats(dtype, edges, "plain", counted=True)
@@ -260,6 +263,15 @@ def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
     launch = launch_of("cross_entropy", "_scaled", ROWS[edges], N_COLUMNS, DTYPES[dtype].itemsize, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
+
+
+def of_largest(dtype: str) -> Iterator[Variant]:
+    x, row = DTYPES[dtype], (N_COLUMNS, N_COLUMNS)
+    yield Variant(f"tile_maxima-{dtype}", launch_of("largest", "_tile_maxima", *row, 64), (x, x))
+    yield Variant(f"count_equal-{dtype}", launch_of("largest", "_count_equal", *row), (x, x, torch.int32))
+    for counts, option in ((False, "plain"), (True, "plain"), (False, "softcap")):
+        launch = launch_of("largest", "_sums_above", *row, 7, 2.0**40, OPTIONS[option], counts)
+        yield Variant(f"sums_above-{dtype}-{option}{'-counts' * counts}", launch, (x, x, x, torch.float32, torch.int64))
 
 
 def finish(option: str, ranks: int, summed: bool = False) -> Variant:
