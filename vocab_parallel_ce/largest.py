@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.selection import select
+from vocab_parallel_ce.selection import triton_state
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, transformed
 
 TILE = 64
@@ -58,8 +58,9 @@ def sums_above(rows: Tensor, row_max: Tensor, options: LossOptions, unit: float)
     if rows.shape[-1] and has_kernels(rows):
         from vocab_parallel_ce.kernels import largest
 
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()  # once, not in each call
         return lambda numbers, counts: largest.sums_above(rows, numbers, row_max, options, unit=unit, counts=counts)
-    x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values
+    x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values.contiguous()
     z, z_max = (transformed(each.to(x.dtype), options)[0] for each in (x, row_max.unsqueeze(-1)))
     sums = F.pad(((z - z_max).exp() * unit).long().cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
 
@@ -75,8 +76,8 @@ def _are_few(rows: Tensor, k: int) -> bool:
 
 
 def has_kernels(rows: Tensor) -> bool:
-    """Return whether kernels read ``rows``, as those of a loss do with ``impl="auto"``."""
-    return rows.dtype != torch.float64 and select(rows.device.type).name == "triton"
+    """Return whether kernels read ``rows``: on a GPU that has them. Otherwise, and in fp64, plain PyTorch does."""
+    return rows.is_cuda and rows.dtype != torch.float64 and triton_state() == "compiler"
 
 
 def _tile_maxima(rows: Tensor) -> Tensor:

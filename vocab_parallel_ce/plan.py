@@ -111,7 +111,7 @@ def plan_call(
         elif key is not None and settings.gradient == "in_forward":
             key = *key, begins_at_a_boundary(logits), is_view_in_graph(logits)
         plan = None if key is None else _plans.get(key)
-    except (RuntimeError, TypeError):  # a layout without strides, or a setting without a hash: the checks name it
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         key = plan = None
     if plan is None:
         plan = checked_plan(loss, logits, targets, settings, position)

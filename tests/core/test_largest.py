@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from vocab_parallel_ce import largest, sampling_threshold
+from vocab_parallel_ce import VocabShard, largest, sampling_threshold
 from vocab_parallel_ce.api import sampling
+from vocab_parallel_ce.api.top_k import _local_sums
 
 pytestmark = pytest.mark.reference
 NAN, INF = float("nan"), float("inf")
@@ -41,3 +42,22 @@ def test_a_list_and_a_search_find_the_same_threshold(kind, top_p, dtype, monkeyp
     listed = sampling_threshold(rows, **options)
     monkeypatch.setattr(sampling, "MOST_LISTED", 0)
     assert torch.equal(listed, sampling_threshold(rows, **options))
+
+
+def test_a_nucleus_does_not_depend_on_the_default_dtype():
+    """An int64 sum times a Python float has that dtype: in bf16 a third of these rows had another threshold."""
+    rows = torch.randn(200, 50)
+    for way in ({"top_p": 0.9}, {"top_k": 30, "top_p": 0.9}):
+        want = sampling_threshold(rows, **way)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert torch.equal(sampling_threshold(rows, **way), want)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_rank_without_columns_sends_what_can_be_packed():
+    """Of one row, a sum with the stride of its ids raised on that rank alone, and the others waited."""
+    best = torch.zeros(1, 2, dtype=torch.int32)[:, 0]
+    sums = _local_sums(torch.empty(1, 0, dtype=torch.float64), best, VocabShard(8, 8, 8), 1.0)
+    assert sums.view(torch.int32).tolist() == [0, 0]

@@ -175,3 +175,11 @@ def test_compiled_code_has_the_same_labels_and_breaks_at_a_group():
     assert (compiled(labels, cu_seqlens=bounds.flip(0)) == module.NO_LABEL).all()
     with pytest.raises(Exception, match="next_labels has no operator for this call"):
         compiled(labels.view(2, 4), group=object())
+
+
+@pytest.mark.reference
+def test_an_ignore_index_beyond_the_integers_of_a_double():
+    found = vp.next_labels(torch.tensor([[1, 2, 3]]), ignore_index=2**53 + 1)
+    assert found.tolist() == [[2, 3, 2**53 + 1]]
+    packed = vp.next_labels(torch.tensor([1, 2, 3]), ignore_index=2**53 + 1, cu_seqlens=torch.tensor([0, 2, 3]))
+    assert packed.tolist() == [2, 2**53 + 1, 2**53 + 1]

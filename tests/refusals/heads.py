@@ -49,6 +49,7 @@ CHUNKS: list[Row] = [
 ]
 OF_BOTH: list[Row] = [
     ({"hidden": [1.0]}, TypeError, "hidden: .*Tensor.*list"),
+    ({"hidden": None}, TypeError, "hidden: .*Tensor.*NoneType"),
     ({"hidden": HIDDEN.double()}, TypeError, "hidden: dtype .*float64"),
     ({"hidden": HIDDEN[0, 0], "labels": LABELS[0, 0]}, ValueError, r"hidden: .*\(8,\)"),
     ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, ValueError, r"hidden: .*\(2, 3, 0\)"),

@@ -82,6 +82,7 @@ OF_LOSS_AT_CALLS: list[Row] = [
 ]
 TENSORS: list[Row] = [
     ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
+    ({"logits": None}, TypeError, "logits: .*Tensor.*NoneType"),
     ({"logits": LOGITS.to(torch.complex64)}, TypeError, "logits: dtype .*complex64"),
     ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
     ({"logits": LOGITS[..., :0]}, ValueError, r"logits: .*\(2, 3, 0\)"),

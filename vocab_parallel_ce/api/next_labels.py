@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
@@ -82,7 +81,8 @@ def next_labels(
     if cu_seqlens is None:
         _check_rows(labels, n_runs)
         if n_ranks == 1:
-            return pad(labels[..., 1:].long(), (0, 1), value=ignore_index)[..., : labels.shape[-1]]
+            last = labels.new_full((*labels.shape[:-1], 1), ignore_index, dtype=torch.int64)
+            return torch.cat([labels[..., 1:].long(), last], dim=-1)[..., : labels.shape[-1]]
         n_tokens = labels.shape[-1]
         bounds = n_tokens * torch.arange(labels.shape[:-1].numel() + 1, device=labels.device)
     else:
@@ -92,7 +92,9 @@ def next_labels(
 
     runs = (bounds[1:] - bounds[:-1]).unsqueeze(1).expand(-1, n_runs) // n_runs  # lengths [n, n_runs]
     starts = bounds[:-1].unsqueeze(1) + runs * torch.arange(n_runs, device=labels.device)
-    n_tokens, flat = labels.numel(), pad(labels.reshape(-1).long(), (0, 2), value=ignore_index)
+    # Not pad, which sends its value through a double.
+    n_tokens, last = labels.numel(), labels.new_full((2,), ignore_index, dtype=torch.int64)
+    flat = torch.cat([labels.reshape(-1).long(), last])
     firsts = flat[starts.clamp(0, n_tokens)]
     after = _first_after_each(firsts, rank, n_ranks, group, ignore_index)
     # The position behind the last token takes what there is of empty sequences.

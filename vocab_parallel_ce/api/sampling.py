@@ -37,7 +37,7 @@ N_BITS = 3  # that a step finds
 LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no sign
 UNIT = 2.0**40  # of an exponential of 1: 2**22 of them fit
 MOST_LISTED = 1024  # logits of top_k: more are searched for
-MOST_ELEMENTS = 2**25  # of a rank's logits that are sorted at once: that takes about 32 bytes each
+MOST_ELEMENTS = 2**25  # of a rank's logits that are compared or sorted at once: that takes about 32 bytes each
 
 
 @public(lambda keywords: True)
@@ -58,9 +58,11 @@ def sampling_threshold(
     of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Equal logits stay in or go together. It has no
     gradient. Overwrites nothing.
 
-    Collectives: with ``top_k`` up to 1024 one all_gather of 4 bytes per logit of ``top_k`` and row, and one of 4 bytes
-    with ``top_p``. Otherwise, per 2**25 logits of a rank, one of 4 bytes per row, and 6 of 56 bytes for ``top_k``, 6
-    and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. ``torch.compile`` breaks its graph.
+    Collectives: with ``top_k`` up to 1024, per 2**25 compared logits of a rank (about 64 of each of ``top_k`` and
+    row), one all_gather of 4 bytes (fp64: 8) per logit of ``top_k`` and row, and one of 4 bytes with ``top_p``.
+    Otherwise, per 2**25 logits of a rank, on a GPU per 2**25 rows, one of 4 bytes per row, and 6 of 56 bytes for
+    ``top_k``, 6 and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. ``torch.compile`` breaks its
+    graph.
 
     Args:
         logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
@@ -131,7 +133,7 @@ def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: flo
         least = columns.first_below(least, counts=True, bound=top_k)
     if top_p < 1:
         kept_mass = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
-        least = columns.first_below(least, counts=False, bound=kept_mass * top_p)
+        least = columns.first_below(least, counts=False, bound=kept_mass.double() * top_p)
     return torch.where(columns.row_max.isfinite(), columns.value_of(least), NEG_INF).to(compute_dtype(rows.dtype))
 
 
@@ -148,7 +150,7 @@ def _threshold_of_few(rows: Tensor, options: LossOptions, top_k: int, top_p: flo
         exps = ((z - z[:, :1]).exp() * UNIT).long()
         kept = torch.where(x > least, exps, 0).sum(dim=-1) + n_equal * exps[:, -1]
         before = exps.cumsum(dim=-1) - exps
-        last = (before < (kept * top_p).unsqueeze(-1)).sum(dim=-1, keepdim=True) - 1
+        last = (before < (kept.double() * top_p).unsqueeze(-1)).sum(dim=-1, keepdim=True) - 1
         least = x.gather(-1, last.clamp(min=0))
     return torch.where(x[:, 0].isfinite(), least.squeeze(-1) + 0.0, NEG_INF)  # no -0
 

@@ -53,7 +53,7 @@ def top_k(
     Returns:
         Ids ``[..., k]`` int64 in the whole vocabulary, and log-probabilities ``[..., k]`` fp32, fp64 for fp64 logits,
         the largest first, of equal logits the smallest id; equal bit for bit on all ranks. A row with NaN or ``+inf``,
-        or without a finite logit, has log-probabilities NaN.
+        without a finite logit, or whose ``x / T`` overflows, has log-probabilities NaN.
 
     Raises:
         TypeError, ValueError: a type, dtype or value does not fit.
@@ -116,7 +116,7 @@ def _top_k(rows: Tensor, k: int, shard: VocabShard, temperature: float, gather: 
 def _local_sums(rows: Tensor, best: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Return ``[N]`` sums of ``exp((x - max) / temperature)`` over this rank's columns; ``best [N]`` are ids of max."""
     if not shard.n_valid:
-        return torch.zeros_like(best, dtype=compute_dtype(rows.dtype))
+        return best.new_zeros(len(best), dtype=compute_dtype(rows.dtype))
     options = loss_options(Settings(temperature=temperature), shard.vocab_size)
     kernels, _ = kernels_of("triton" if has_kernels(rows) else "reference")
     launchers = LABELS.launchers(options, shard._replace(stop=shard.start + shard.n_valid), kernels)

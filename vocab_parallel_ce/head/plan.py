@@ -154,7 +154,7 @@ def cached_head_plan(
         if key is not None:
             key = *key, head, *map(type, head), group is None, autocast_dtype(tensors.hidden)
         planned = None if key is None else _plans.get(key)
-    except (RuntimeError, TypeError):  # a layout without strides, or a setting without a hash: the checks name it
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         key = planned = None
     if planned is None:
         planned = checked_head_plan(loss, arguments, settings, head, position)
