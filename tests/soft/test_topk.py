@@ -1,5 +1,6 @@
 """Teachers that are known at their k most probable tokens: numbers against fp64, edges, ranks."""
 
+import math
 from functools import partial
 
 import pytest
@@ -332,3 +333,20 @@ def test_an_fp64_student_has_fp64_arithmetic():
         given = {**of_teacher, "teacher_log_probs": of_teacher["teacher_log_probs"].double(), "rest": rest}
         truth = topk_losses(made.logits, None, **given).mean()
         torch.testing.assert_close(topk_loss(made.logits, None, **given), truth, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("rest", ("bucket", "ignore"))
+@pytest.mark.parametrize("divergence", ("reverse", "js"))
+def test_a_student_that_excludes_an_id(divergence, rest):
+    """The limit of a probability of 0: the loss and gradient of a logit so low that its exponential is 0."""
+    ids, teacher = torch.tensor([[2, 1], [0, 2], [3, 4]]), torch.randn(3, 8)
+    top_k = TopKTeacher(ids, teacher.log_softmax(-1).gather(1, ids), rest)
+    student = torch.randn(3, 8)
+    results = []
+    for lowest in (-math.inf, -1e4):
+        leaf = student.index_fill(1, torch.tensor([2]), lowest).requires_grad_()
+        loss = distillation_loss(leaf, top_k, divergence=divergence, reduction="none")
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
+    for excluded, limit in zip(*results, strict=True):
+        torch.testing.assert_close(excluded, limit, rtol=1e-6, atol=1e-6)

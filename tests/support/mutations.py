@@ -80,6 +80,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "selection": "tests/core/test_selection.py",
     "api/next_labels": "tests/logits/test_next_labels.py tests/ranks/test_next_labels.py",
     "api/given_ids": "-m reference tests/soft/test_topk.py",
+    "api/top_k_teacher": "-m reference tests/soft/test_topk.py tests/soft",
     "api/sampling": "-m 'reference or gloo' tests/core/test_largest.py tests/conformance/test_sampling.py",
     "api/top_k": "tests/ranks/test_top_k.py",
     "largest": "tests/core/test_largest.py tests/ranks/test_top_k.py",
