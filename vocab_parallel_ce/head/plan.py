@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.collectives import all_gather_stats, group_position
+from vocab_parallel_ce.collectives import gathered, group_position
 from vocab_parallel_ce.head.arguments import WEIGHT, Arguments, with_local_rows
 from vocab_parallel_ce.head.chunks import (
     TokenOrder,
@@ -61,7 +61,7 @@ class HeadPlan(NamedTuple):
     keep_logits: str
     kept_bytes: int  # of a token's kept logits
     is_mean: bool
-    has_weights: bool  # the targets have a class weight
+    divides_by_weights: bool  # a mean
     counts: bool  # whether the number of valid tokens is needed
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
@@ -128,7 +128,7 @@ def plan_linear_call(
     if verify.open_calls:
         _compare(planned, arguments, expected, settings, head)
     if planned.is_mean:  # last: it may be a collective
-        divisor = _divisor_of_weights(plan, targets, group) if planned.has_weights else count
+        divisor = _divisor_of_weights(plan, targets, group) if planned.divides_by_weights else count
     linear = LinearCall(
         head=planned,
         call=Call(plan, group, divisor),
@@ -210,7 +210,10 @@ def make_head_plan(
     keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
     width = -(-plan.shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
-    shape, has_class_weight = shape_of_tokens(hidden, n_ranks, head), has_weights(arguments.targets)
+    shape, by_weights = (
+        shape_of_tokens(hidden, n_ranks, head),
+        loss.divides_by_weights and has_weights(arguments.targets),
+    )
     n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
     chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes)
     if sequence_parallel:
@@ -226,8 +229,8 @@ def make_head_plan(
         keep_logits=keeping.keep_logits,
         kept_bytes=kept_bytes,
         is_mean=is_mean,
-        has_weights=has_class_weight,
-        counts=(is_mean and not has_class_weight) or head.valid_tokens is not None or leaves_out,
+        divides_by_weights=by_weights,
+        counts=(is_mean and not by_weights) or head.valid_tokens is not None or leaves_out,
         recomputes=recomputes,
         needs_gradient=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head),
         takes_targets=are_local(arguments.targets, settings),
@@ -255,10 +258,7 @@ def _divisor_of_weights(plan: Plan, targets: Any, group: Any) -> Tensor:
     """
     shard, options = plan.shard, plan.options
     weights = label_weights(targets.class_weight, targets.labels, shard.start, shard.vocab_size, options)
-    sums = weights.new_empty(plan.n_ranks, 1, 1)
-    sums[plan.rank] = weights.sum()
-    all_gather_stats(sums, plan.rank, group)
-    return sums.sum().reshape(1)
+    return gathered(weights.sum().reshape(1), plan.rank, plan.n_ranks, group).sum().reshape(1)
 
 
 def _compare(
