@@ -115,10 +115,7 @@ def plan_call(
         key = plan = None
     if plan is None:
         plan = checked_plan(loss, logits, targets, settings, position)
-        if key is not None:
-            if len(_plans) >= MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+        remember(_plans, key, plan)
     check_not_overwritten(logits)
     local_targets = targets
     if not plan.takes_targets:
@@ -129,6 +126,15 @@ def plan_call(
     if verify.open_calls:
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor), local_targets
+
+
+def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...] | None, plan: Any) -> None:
+    """Store the plan of a kind of call, unless it has no key; of more than MOST_PLANS, the last ones."""
+    if key is None:
+        return
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Plan:

@@ -24,7 +24,6 @@ from vocab_parallel_ce.head.settings import check_expects, check_head_settings, 
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import (
-    MOST_PLANS,
     Call,
     Plan,
     PlanKey,
@@ -33,6 +32,7 @@ from vocab_parallel_ce.plan import (
     checked_divisor,
     comparable,
     has_weights,
+    remember,
 )
 from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.targets import (
@@ -158,10 +158,7 @@ def cached_head_plan(
         key = planned = None
     if planned is None:
         planned = checked_head_plan(loss, arguments, settings, head, position)
-        if key is not None:
-            if len(_plans) >= MOST_PLANS:
-                _plans.clear()
-            _plans[key] = planned
+        remember(_plans, key, planned)
     return planned
 
 
@@ -210,10 +207,8 @@ def make_head_plan(
     keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
     width = -(-plan.shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
-    shape, by_weights = (
-        shape_of_tokens(hidden, n_ranks, head),
-        loss.divides_by_weights and has_weights(arguments.targets),
-    )
+    shape = shape_of_tokens(hidden, n_ranks, head)
+    by_weights = loss.divides_by_weights and has_weights(arguments.targets)
     n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
     chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes)
     if sequence_parallel:
