@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.layout import compute_dtype, walkable
 from vocab_parallel_ce.selection import triton_state
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, transformed
 
@@ -22,12 +22,12 @@ MOST_SORTED = 4096  # columns that PyTorch sorts on chip
 
 def n_compared(n_columns: int, k: int) -> int:
     """Return how many numbers of a row of ``n_columns`` are compared, maxima and logits."""
-    return min(n_columns // TILE + k * TILE, n_columns)
+    return n_columns if _are_few(n_columns, k) else n_columns // TILE + k * TILE
 
 
 def largest_columns(rows: Tensor, k: int) -> Tensor:
     """Return ``[N, k]`` int64 columns of the largest of ``rows [N, C]``, of equal ones the first, in any order."""
-    if _are_few(rows, k):
+    if _are_few(rows.shape[-1], k):
         return _first_largest(rows, k)
     columns, x = _of_tiles(rows, _first_largest(_tile_maxima(rows), k).sort(dim=-1).values)
     return columns.gather(-1, _first_largest(x, k))
@@ -35,7 +35,7 @@ def largest_columns(rows: Tensor, k: int) -> Tensor:
 
 def largest_values(rows: Tensor, k: int) -> Tensor:
     """Return ``[N, k]``, the largest of ``rows [N, C]`` in descending order; NaN is the largest."""
-    if not _are_few(rows, k):
+    if not _are_few(rows.shape[-1], k):
         _, rows = _of_tiles(rows, _tile_maxima(rows).topk(k, dim=-1, sorted=False).indices)
     return rows.topk(k, dim=-1).values
 
@@ -58,7 +58,7 @@ def sums_above(rows: Tensor, row_max: Tensor, options: LossOptions, unit: float)
     if rows.shape[-1] and has_kernels(rows):
         from vocab_parallel_ce.kernels import largest
 
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()  # once, not in each call
+        rows = walkable(rows)  # once, not in each call
         return lambda numbers, counts: largest.sums_above(rows, numbers, row_max, options, unit=unit, counts=counts)
     x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values.contiguous()
     z, z_max = (transformed(each.to(x.dtype), options)[0] for each in (x, row_max.unsqueeze(-1)))
@@ -71,8 +71,8 @@ def sums_above(rows: Tensor, row_max: Tensor, options: LossOptions, unit: float)
     return among_sorted
 
 
-def _are_few(rows: Tensor, k: int) -> bool:
-    return 4 * k * TILE > rows.shape[-1]
+def _are_few(n_columns: int, k: int) -> bool:
+    return 4 * k * TILE > n_columns
 
 
 def has_kernels(rows: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 VECTOR_BYTES = 16
 LINE_BYTES = 128
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
 class RowLayout(NamedTuple):

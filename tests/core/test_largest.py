@@ -34,6 +34,12 @@ def test_columns_and_values(kind, n_columns, k):
     assert torch.equal(largest.largest_values(rows, k).nan_to_num(nan=99), values[:, :k].nan_to_num(nan=99))
 
 
+def test_as_many_are_compared_as_the_memory_is_planned_for():
+    """Where a row is compared whole, a quarter of it was counted: four times the rows went at once."""
+    assert largest.n_compared(1000, 8) == 1000
+    assert largest.n_compared(100_000, 8) == 100_000 // 64 + 8 * 64
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("kind", ("normal", "equal", "excluded", "NaN"))
 @pytest.mark.parametrize("top_p", (0.3, 0.9, 1.0))

@@ -26,13 +26,12 @@ from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.top_k import Gather, sharded_rows
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.largest import count_equal, has_kernels, largest_values, n_compared, sums_above
-from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.layout import INTEGERS, compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import INF, NEG_INF, LossOptions
 from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 N_BITS = 3  # that a step finds
 LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no sign
 UNIT = 2.0**40  # of an exponential of 1: 2**22 of them fit

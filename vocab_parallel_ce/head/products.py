@@ -17,9 +17,7 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
 from vocab_parallel_ce.head.chunks import part_of_rank
 from vocab_parallel_ce.head.plan import LinearCall
-from vocab_parallel_ce.layout import as_dtype, cut
-
-INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
+from vocab_parallel_ce.layout import INTEGERS, as_dtype, cut
 
 
 class HiddenStates:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches
+from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.spec import LossOptions
 
 TILES = 64  # of a program
@@ -96,7 +97,7 @@ def sums_above_kernel(
 
 def tile_maxima(rows: Tensor, tile: int) -> Tensor:
     """Return ``[N, n_tiles]``, the largest of each ``tile`` columns of ``rows [N, C]``, NaN where there is one."""
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = walkable(rows)
     n_rows, n_columns = rows.shape
     maxima = rows.new_empty(n_rows, triton.cdiv(n_columns, tile))
     n_programs = triton.cdiv(maxima.shape[1], TILES)
@@ -106,7 +107,7 @@ def tile_maxima(rows: Tensor, tile: int) -> Tensor:
 
 def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
     """Return ``[N]`` int32, how many of ``rows [N, C]`` are equal to ``numbers [N]``."""
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = walkable(rows)
     counts = rows.new_empty(rows.shape[0], dtype=torch.int32)
     _count_equal(rows.stride(0), rows.shape[1])(rows.shape[0], (rows, numbers.contiguous(), counts), (rows.shape[0],))
     return counts
@@ -115,12 +116,11 @@ def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
 def sums_above(
     rows: Tensor, numbers: Tensor, row_max: Tensor, options: LossOptions, *, unit: float, counts: bool
 ) -> Tensor:
-    """Return ``[N, T]`` int64 sums over ``rows [N, C]`` above ``numbers [N, T]``.
+    """Return ``[N, T]`` int64 sums over ``rows [N, C]``, which kernels can walk, above ``numbers [N, T]``.
 
     Of ``unit * exp(z - z_max)``, each rounded towards 0, or of 1 with ``counts``; ``row_max [N]`` has ``z_max``, and
     ``options`` may have temperatures ``[N, 1]``.
     """
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     sums = rows.new_empty(numbers.shape, dtype=torch.int64)
     temperature = None if options.temperature is None else options.temperature.flatten()
     key = rows.stride(0), rows.shape[1], numbers.shape[1], unit, options._replace(temperature=None), counts
