@@ -271,14 +271,16 @@ def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> Non
         raise ValueError(f"{name}: device must be that of {subject}, {tokens.device}, got {tensor.device}")
 
 
-def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, names_ignored: bool = True) -> None:
+def check_label_range(
+    labels: Tensor, vocab_size: int, ignore_index: int, *, name: str = "labels", names_ignored: bool = True
+) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
 
     ``names_ignored``: ``ignore_index`` is the caller's.
     """
     if has_no_values(labels):
         what = f"a {type(labels).__name__} on {labels.device}"
-        raise TypeError(f"labels: expected values to check, got {what}, which has none; use check_labels=False")
+        raise TypeError(f"{name}: expected values to check, got {what}, which has none; use check_labels=False")
     labels = labels.long()  # a comparison wraps what does not fit in the labels' dtype
     outside = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(outside.sum())
@@ -287,7 +289,7 @@ def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, nam
         value = int(labels[tuple(position)])
         got = f"{count} outside, the first at position {tuple(position)}: {value}"
         others = f" or ignore_index {ignore_index}" if names_ignored else ""
-        raise ValueError(f"labels: must be in [0, {vocab_size}){others}, got {got}")
+        raise ValueError(f"{name}: must be in [0, {vocab_size}){others}, got {got}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class _Reference:
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
             if output is not None:
                 value = self.loss.output(name, *arguments)
-                output.copy_((_divided(value, divisor) if name == "loss" else value).view(output.shape))
+                output.copy_((divided(value, divisor) if name == "loss" else value).view(output.shape))
         if total is not None:
             sum_losses(outputs.loss, total)
 
@@ -83,7 +83,7 @@ class _Reference:
     ) -> None:
         merged, second, constants = self._merged(stats), _second(stats), (self.shard, self.options)
         x = self._columns(logits)
-        grad = _divided(self.loss.gradient(x, targets, merged, second, *constants), divisor)
+        grad = divided(self.loss.gradient(x, targets, merged, second, *constants), divisor)
         if grads.loss is not None:
             grad = grad * grads.loss.unsqueeze(-1)
         # 0 under an infinite grad_output too. It divides the loss alone.
@@ -132,7 +132,7 @@ def _second(stats: tuple[Tensor, ...]) -> Tensor | None:
     return functools.reduce(torch.add, stats[1]) if len(stats) > 1 else None
 
 
-def _divided(value: Tensor, divisor: Tensor | None) -> Tensor:
+def divided(value: Tensor, divisor: Tensor | None) -> Tensor:
     """``value`` by ``divisor [1]``, and 0 where there is nothing to divide among, whatever the value."""
     if divisor is None:
         return value

@@ -296,11 +296,11 @@ def test_calls_of_different_functions(rank_pool, impl):
     assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher, rank 0 has ")
     assert labels == "ValueError: labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3"
     assert teacher == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over logits and teacher"
-    assert ids == "ValueError: teacher.ids, labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    assert ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert log_probs.startswith("ValueError: teacher.log_probs: rank 1 of 2 has ")
     assert given_ids == "ValueError: labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     js_ids, num_items, head_reduction, head_num_items = of_js
-    assert js_ids == "ValueError: teacher.ids, labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    assert js_ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert num_items == head_num_items == "ValueError: num_items: rank 1 of 2 has 4.0, rank 0 has 3.0"
     assert head_reduction == "ValueError: reduction: rank 1 of 2 has mean, rank 0 has sum"
     assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"

@@ -31,10 +31,14 @@ OF_IDS: list[Row] = [
     ({"outputs": ("lse",)}, ValueError, r"labels: expected one per token with outputs or a threshold, \(4,\), got"),
     ({"outputs": ("entropy",)}, ValueError, r"labels: expected one per token with outputs or a threshold, \(4,\), got"),
     ({"labels": IDS[:3]}, ValueError, "labels: shape must be"),
-    ({"labels": IDS[:, :0]}, ValueError, r"labels: expected at least one given id per token, got shape \(4, 0\)"),
+    ({"labels": IDS[:, :0]}, ValueError, r"labels: shape must be \(4,\) and at least one id per token, got \(4, 0\)"),
     ({"labels": IDS.to_sparse()}, TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo"),
     ({"labels": torch.zeros(4, 9).long()}, ValueError, "labels: expected another number of given ids"),
-    ({"labels": IDS + 9, "check_labels": True}, ValueError, r"labels: must be in \[0, 9\), got 8 outside"),
+    (
+        {"labels": IDS + 9, "check_labels": True},
+        ValueError,
+        r"labels: must be in \[0, 9\) or ignore_index -100, got 8 outside",
+    ),
     ({"labels": IDS.float()}, TypeError, "labels: dtype"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature"),
 ]

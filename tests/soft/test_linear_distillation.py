@@ -112,12 +112,7 @@ DIVISORS = {
 }
 GRADIENTS = ("auto", "in_forward", "in_backward")
 PAIRS = covering(  # tests/conformance has more options on one rank, random calls all of them on several
-    lambda case: (
-        not (
-            case.get("gradient") == "in_forward"
-            and (case.get("divisor") == "none" or case.get("divergence") == "top-k bucket")
-        )
-    ),
+    lambda case: not (case.get("gradient") == "in_forward" and case.get("divisor") == "none"),
     divergence=("forward", "js 0.2", "top-k bucket"),
     divisor=tuple(DIVISORS),
     hard=(None, 0.3),  # None: without labels
@@ -174,7 +169,7 @@ def _in_rank(rank, group, pair, impl, device=None):
 def is_deferred(pair):
     """Whether gradients are computed in backward."""
     is_auto = pair["gradient"] == "auto" and (pair["divisor"] == "none" or pair["dtype"] == torch.float16)
-    return is_auto or pair["gradient"] == "in_backward" or pair["divergence"] == "top-k bucket"
+    return is_auto or pair["gradient"] == "in_backward"
 
 
 def n_chunks_of(pair, labels, device):

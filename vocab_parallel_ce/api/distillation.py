@@ -6,13 +6,11 @@ gradient replaces the student's logits there.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api import given_ids, top_k_teacher
 from vocab_parallel_ce.api.call import (
     keeps_logits,
     over_head,
@@ -20,9 +18,10 @@ from vocab_parallel_ce.api.call import (
     overwrites,
     public,
 )
-from vocab_parallel_ce.api.top_k_teacher import TopKTeacher
+from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, targets_of
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
+from vocab_parallel_ce.losses.top_k_teacher import TOP_K
 from vocab_parallel_ce.options import HeadSettings, Settings, divided_by
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
@@ -69,7 +68,7 @@ def distillation_loss(
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
     ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. A :class:`TopKTeacher` has one of
-    ``K = k + 2``, 1 more with ``labels``. Backward none.
+    ``K = k + 3``, 1 more with ``labels``. Backward none.
 
     Args:
         student_logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
@@ -79,7 +78,7 @@ def distillation_loss(
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        gradient: as in :func:`vocab_parallel_cross_entropy`. A :class:`TopKTeacher` takes no ``"in_forward"``.
+        gradient: as in :func:`vocab_parallel_cross_entropy`.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 
@@ -113,8 +112,8 @@ def distillation_loss(
     )
     settings = divided_by(num_items, settings)
     if isinstance(teacher, TopKTeacher):
-        at = functools.partial(given_ids.log_probs_at, student_logits, group=group)
-        return top_k_teacher.divergence(teacher, labels, student_logits, "student_logits", settings, num_items, at)
+        targets, settings = targets_of(teacher, labels, student_logits, "student_logits", settings)
+        return over_logits(TOP_K, student_logits, targets, settings, group=group, num_items=num_items).loss
     if isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
     return over_logits(
@@ -148,7 +147,7 @@ def linear_distillation_loss(
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
-    ``"none"``, fp16 and a :class:`TopKTeacher`, backward makes the logits again and computes them, and may run again.
+    ``"none"`` and fp16, backward makes the logits again and computes them, and may run again.
     The teacher's tensors get none.
 
     Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice
@@ -158,7 +157,7 @@ def linear_distillation_loss(
         student: a :class:`Head`: the tensors that :func:`linear_cross_entropy` takes.
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
-        gradient: as in :func:`linear_cross_entropy`; a :class:`TopKTeacher` takes no ``"in_forward"``.
+        gradient: as in :func:`linear_cross_entropy`.
         chunk_size, keep_logits, reduce_hidden_grad: as in :func:`linear_cross_entropy`, of the student's logits.
         others: as in :func:`distillation_loss`.
 
@@ -197,8 +196,8 @@ def linear_distillation_loss(
     if not isinstance(student, Head):
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
     if isinstance(teacher, TopKTeacher):
-        at = functools.partial(given_ids.head_log_probs_at, student, head=head, group=group)
-        return top_k_teacher.divergence(teacher, labels, student.hidden, "student.hidden", settings, num_items, at)
+        targets, settings = targets_of(teacher, labels, student.hidden, "student.hidden", settings)
+        return over_head(TOP_K, Arguments(student, targets, group, num_items), settings, head).loss
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
     arguments = Arguments(student, TeacherHead(*teacher, labels), group, num_items)

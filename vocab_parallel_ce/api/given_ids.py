@@ -10,10 +10,9 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import over_head, over_logits
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.head.arguments import Arguments
-from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
+from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, Ids
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import is_ignored
 from vocab_parallel_ce.targets import Head
 
 
@@ -47,9 +46,9 @@ def check_given_ids(
         )
 
 
-def log_probs_at(logits: Tensor, targets: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
-    """Return ``[..., k]`` log-probabilities at ``targets.ids``, and one more of the rest of the first ``n_known``."""
-    targets, settings = _marked_call(targets, logits, "logits", settings, n_known)
+def log_probs_at(logits: Tensor, targets: Ids, settings: Settings, *, group: Any) -> Tensor:
+    """Return ``[..., k]`` log-probabilities at ``targets.ids``."""
+    settings = settings._replace(reduction="none", n_ids=targets.ids.shape[-1])
     return over_logits(GIVEN_IDS, logits, targets, settings, group=group).loss
 
 
@@ -60,20 +59,8 @@ def head_log_probs_at(
     head: HeadSettings,
     *,
     group: Any,
-    n_known: int = 0,
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return the same of the logits of a head."""
-    targets, settings = _marked_call(targets, tensors.hidden, "hidden", settings, n_known)
+    settings = settings._replace(reduction="none", n_ids=targets.ids.shape[-1])
     return over_head(GIVEN_IDS, Arguments(tensors, targets, group, None, main_grad), settings, head).loss
-
-
-def _marked_call(targets: Ids, tokens: Tensor, subject: str, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
-    """Return ids whose ignored ones no other can be, and the settings of the call; ``subject`` are the ``tokens``."""
-    checks.check_integer("ignore_index", settings.ignore_index)
-    checks.check_labels(targets.ids, tokens, subject)
-    if targets.ids.shape[-1] == 0:
-        raise ValueError(f"labels: expected at least one given id per token, got shape {tuple(targets.ids.shape)}")
-    ids = marked(targets.ids, is_ignored(targets.ids, settings.ignore_index))
-    settings = settings._replace(reduction="none", ignore_index=IGNORED, n_ids=ids.shape[-1], n_known=n_known)
-    return targets._replace(ids=ids), settings

@@ -185,7 +185,7 @@ def token_log_probs(
 
     Overwrites: as :func:`vocab_parallel_cross_entropy`, by default nothing that a counted reader can still read.
 
-    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``.
+    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 3``.
 
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:

@@ -11,11 +11,13 @@ The first ``n_known`` ids may have a rest: ``S`` is the sum of their ``s``, and 
     dz_i    = sum_k [id_k = i] g_k - s_i G - s_i g_r            for one of them
     dz_i    = sum_k [id_k = i] g_k - s_i G + s_i g_r S / (1 - S)  for another
 
-The passes over the shard are those of cross-entropy: its kernels find the sums, and write the columns that are not
-among the ids. What there is of k ids is small, and plain PyTorch. Each rank takes its largest of the given logits as
-its label, so that the digits of ``1 - s`` survive where that is close to 1. ``1 - S`` is at least 2^-24 of the sum
-without that label, because less is rounding, and 2^-110 of the rank's largest, so that its inverse times a loss scale
-of 2^16 is finite. In fp64, 2^-53 and 2^-1006.
+The passes over the shard are those of cross-entropy: it finds the sums, and writes the columns that are not among the
+ids. Each rank takes its largest of the given logits as its label, so that the digits of ``1 - s`` survive where that is
+close to 1. ``1 - S`` is at least 2^-24 of the sum without that label, because less is rounding, and 2^-110 of the
+rank's largest, so that its inverse times a loss scale of 2^16 is finite. In fp64, 2^-53 and 2^-1006.
+
+A loss of the log-probabilities at the ids, as that of a top-k teacher, is a subclass: its own functions take the k
+values of a row to the row's loss, and back.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, spec
+from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -42,26 +44,21 @@ IGNORED = -(2**62)
 
 
 class RowColumns(RowIds):
-    """``[..., k]``, ids of each row. Launchers take ``[N, k]`` int64 columns of this rank, or one of the above."""
+    """``[..., k]``, ids of each row."""
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_labels(target, tokens.tensor, tokens.subject)
-        if target.shape[:-1] != tokens.shape:
-            expected = f"{tuple(tokens.shape)} and k given ids"
-            raise ValueError(f"labels: shape must be {expected}, got {tuple(target.shape)}")
+        checks.check_labels(target, tokens.tensor, tokens.subject, name)
+        if target.shape[:-1] != tokens.shape or target.shape[-1] == 0:
+            expected = f"{tuple(tokens.shape)} and at least one id per token"
+            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
-        return False
+        return target.dim() == 2 and target.is_contiguous() and not settings.check_labels
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        shard = plan.shard
         if settings.check_labels:
-            checks.check_label_range(target, shard.vocab_size, settings.ignore_index, names_ignored=False)
-        ids = target.reshape(-1, target.shape[-1])
-        columns = ids.long() - shard.start
-        columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
-        columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
-        return columns.masked_fill_(spec.is_ignored(ids, settings.ignore_index), IGNORED)
+            checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
+        return target.reshape(-1, target.shape[-1]).contiguous()
 
 
 class Ids(NamedTuple):
@@ -76,7 +73,8 @@ class IdsOptions(NamedTuple):
 
     n_ids: int
     n_known: int  # how many of the ids have a rest; 0: there is none
-    softmax: LossOptions
+    ignore_index: int
+    softmax: LossOptions  # its labels are one of the ids, or IGNORED
 
 
 class Known(NamedTuple):
@@ -103,51 +101,57 @@ class Known(NamedTuple):
 
 
 class GivenIds:
-    """The launchers of this loss, over those of cross-entropy; :class:`Launchers` says what each fills."""
+    """Launchers in plain PyTorch, over those of cross-entropy; :class:`Launchers` says what each fills."""
 
-    def __init__(self, softmax: Launchers, options: IdsOptions, shard: VocabShard) -> None:
-        self.softmax, self.options, self.shard = softmax, options, shard
+    def __init__(self, loss: GivenIdsLoss, options: Any, shard: VocabShard) -> None:
+        self.loss, self.options, self.shard = loss, options, shard
+        self.softmax = LABELS.launchers(options.softmax, shard, None)
 
-    def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int, count: None = None) -> None:
-        columns, temperature = targets
+    def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
+        columns, temperature = self.columns(targets), _temperature_of(targets)
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
-        place = z.argmax(dim=-1, keepdim=True)
+        best, place = z.max(dim=-1, keepdim=True)
         row_max, without_best = sums_without(self.softmax, logits, place, columns, dead, self.shard, temperature)
-        torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
+        torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), best, z], dim=-1, out=stats[0][rank])
 
     def outputs(
-        self, stats: tuple[Tensor], targets: Ids, divisor: None, outputs: TokenOutputs, total: None = None
+        self,
+        stats: tuple[Tensor],
+        targets: Any,
+        divisor: Tensor | None,
+        outputs: TokenOutputs,
+        total: Tensor | None = None,
     ) -> None:
-        columns, known = targets.ids, self.merged(stats[0])
-        values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
-        values = values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
-        if known.outside is not None:
-            rest = (known.outside.log() - known.log_sum).masked_fill_((columns == OUTSIDE).any(dim=-1), NAN)
-            values = torch.cat([values, rest.masked_fill_(is_dead(columns), 0.0).unsqueeze(-1)], dim=-1)
-        outputs.loss.copy_(values.view(outputs.loss.shape))
+        losses = self.loss.row_losses(self.values(stats[0], self.columns(targets)), targets, self.options)
+        outputs.loss.copy_(reference.divided(losses, divisor).view(outputs.loss.shape))
+        if total is not None:
+            reference.sum_losses(outputs.loss, total)
 
     def gradient(
         self,
         logits: Tensor,
-        targets: Ids,
+        targets: Any,
         stats: tuple[Tensor],
-        divisor: None,
+        divisor: Tensor | None,
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        (columns, temperature), known = targets, self.merged(stats[0])
-        assert grads.loss is not None
-        dead, grad_values, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
+        columns, temperature = self.columns(targets), _temperature_of(targets)
+        if divisor is not None:  # of 0 items no row counts: a NaN in one must not reach the gradient as 0 * NaN
+            columns = columns.masked_fill(divisor == 0, IGNORED)
+        known, options, dead = self.merged(stats[0]), self.options, is_dead(columns)
+        grad_losses = reference.divided(stats[0].new_ones(1) if grads.loss is None else grads.loss, divisor)
+        grad_values = self.loss.value_grads(self.values(stats[0], columns), targets, grad_losses, options)
+        grad_values, grad_rest = grad_values[:, : columns.shape[-1]], grad_values[:, columns.shape[-1] :].sum(dim=-1)
         grad_values = grad_values.masked_fill(columns == IGNORED, 0.0)
-        z, slope = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
+        z, slope = logits_at(logits, columns, at_rows(options.softmax, temperature))
         is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-        other_total = grad_values.masked_fill(is_best, 0.0).sum(dim=-1)
+        other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
         total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
         weight = -total  # of the softmax elsewhere
         if known.outside is not None:
-            grad_rest = grads.loss[:, -1]
-            weight = grad_rest * (known.inside(self.options.n_known) / known.outside) - total
+            weight = grad_rest * (known.inside(options.n_known) / known.outside) - total
             total, other_total = total + grad_rest, other_total + grad_rest
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
         s = shifted.exp() / sum_exp.unsqueeze(-1)
@@ -156,7 +160,7 @@ class GivenIds:
         best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
         values = torch.where(s > 0.5, best_value, values)
         if known.outside is not None:
-            n = self.options.n_known
+            n = options.n_known
             is_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
             values[:, n:] += torch.where(is_known, 0.0, s[:, n:] * (weight + total).unsqueeze(-1))
         values = values * slope
@@ -164,10 +168,28 @@ class GivenIds:
         merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
         write_columns(self.softmax, logits, columns, dead, self.shard, merged, weight, values, grad_logits, temperature)
 
+    def columns(self, targets: Any) -> Tensor:
+        """Return ``[N, k]`` columns of this rank, or what stands for one that is not among them."""
+        ids, shard = self.loss.ids(targets).long(), self.shard
+        columns = ids - shard.start
+        columns = columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
+        columns = columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
+        return columns.masked_fill_(self.loss.left_out(targets, self.options), IGNORED)
+
+    def values(self, stats: Tensor, columns: Tensor) -> Tensor:
+        """Return ``[N, k]`` log-probabilities of all ranks, and of known ids one more, of the rest."""
+        known = self.merged(stats)
+        values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
+        values = values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
+        if known.outside is None:
+            return values
+        rest = (known.outside.log() - known.log_sum).masked_fill_((columns == OUTSIDE).any(dim=-1), NAN)
+        return torch.cat([values, rest.masked_fill_(is_dead(columns), 0.0).unsqueeze(-1)], dim=-1)
+
     def merged(self, stats: Tensor) -> Known:
-        """Merge ``stats [R, N, 2 + k]``, in the order of the ranks on every rank."""
-        rank_max, without_best, rank_z = stats[..., 0], stats[..., 1], stats[..., 2:]
-        row_max, rank_best = rank_max.amax(dim=0), rank_z.amax(dim=-1)
+        """Merge ``stats [R, N, 3 + k]``, in the order of the ranks on every rank."""
+        rank_max, without_best, rank_best, rank_z = stats[..., 0], stats[..., 1], stats[..., 2], stats[..., 3:]
+        row_max = rank_max.amax(dim=0)
         shift, z = _finite_or_zero(row_max), rank_z.amax(dim=0)
         decay, best_terms = (rank_max - shift).exp(), (rank_best - shift).exp()
         # One rank's best is the best of all: its term is not among the others'.
@@ -182,36 +204,52 @@ class GivenIds:
 class GivenIdsLoss(Loss):
     """Log-probabilities at given ids."""
 
-    Targets = Ids
+    Targets: type = Ids
 
-    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> IdsOptions:
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> Any:
         softmax = loss_options(settings, vocab_size)._replace(ignore_index=IGNORED)
-        return IdsOptions(settings.n_ids, settings.n_known, softmax)
+        return IdsOptions(settings.n_ids, settings.n_known, int(settings.ignore_index), softmax)
 
-    def row_shape(self, options: IdsOptions) -> tuple[int, ...]:
+    def row_shape(self, options: Any) -> tuple[int, ...]:
         return (options.n_ids + bool(options.n_known),)
 
-    def launchers(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        softmax = LABELS.launchers(options.softmax, shard, kernels)
-        launch, widths = GivenIds(softmax, options, shard), tuple(map(len, self.exchanges(options)))
+    def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
+        launch, softmax = GivenIds(self, options, shard), LABELS.launchers(options.softmax, shard, kernels)
+        launch.softmax = softmax
+        widths = tuple(map(len, self.exchanges(options)))
         return Launchers(launch.statistics, launch.outputs, launch.gradient, softmax.element_mul, widths=widths)
 
-    def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
-        return (("row_max", "without_best", *(f"z_{k}" for k in range(options.n_ids))),)
+    def exchanges(self, options: Any) -> tuple[tuple[str, ...], ...]:
+        return (("row_max", "without_best", "best", *(f"z_{k}" for k in range(options.n_ids))),)
 
-    def ignored(self, targets: Ids, options: IdsOptions) -> Tensor:
-        return is_dead(targets.ids)
+    def ignored(self, targets: Any, options: Any) -> Tensor | None:
+        return self.left_out(targets, options).all(dim=-1)
+
+    # What a loss of the values brings.
+
+    def ids(self, targets: Any) -> Tensor:
+        """Return ``[N, k]``, the ids."""
+        ids: Tensor = targets.ids
+        return ids
+
+    def left_out(self, targets: Any, options: Any) -> Tensor:
+        """Return ``[N, k]`` bool: ids that take no part."""
+        return spec.is_ignored(targets.ids, options.ignore_index)
+
+    def row_losses(self, values: Tensor, targets: Any, options: Any) -> Tensor:
+        """Return ``[N, *row_shape]`` of log-probabilities ``values [N, k]``, and of the rest; 0 where left out."""
+        return values
+
+    def value_grads(self, values: Tensor, targets: Any, grad_losses: Tensor, options: Any) -> Tensor:
+        """Return the gradient of each of the values, of ``grad_losses [N, *row_shape]``, or one for all."""
+        return grad_losses.expand_as(values)
 
 
 GIVEN_IDS = GivenIdsLoss()
 
 
-def marked(ids: Tensor, ignored: Tensor) -> Tensor:
-    """Return int64 ids that are ``IGNORED`` where ``ignored``, and nowhere else.
-
-    An id of that number or less is another number outside of the vocabulary instead.
-    """
-    return ids.long().clamp(min=IGNORED + 1).masked_fill(ignored, IGNORED)
+def _temperature_of(targets: Any) -> Tensor | None:
+    return getattr(targets, "temperature", None)
 
 
 # Parts of the launchers; ``columns`` are ``[N, k]``, negative if not owned.
