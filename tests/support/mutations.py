@@ -36,6 +36,7 @@ INTERPRETED = "-m interpreter"
 NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test_ranks.py tests/test_random_calls.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
+OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py tests/soft/test_topk_log_probs.py"
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
 OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
@@ -49,9 +50,13 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
     "kernels/largest": "tests/kernels/test_largest.py",
+    "kernels/kept": f"{INTERPRETED} tests/conformance/test_kept.py",
+    "kernels/given_ids": f"{INTERPRETED} {OF_GIVEN_IDS}",
+    "kernels/top_k_teacher": f"{INTERPRETED} {OF_GIVEN_IDS}",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
     "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
+    "losses/kept": "-m 'reference or gloo' tests/conformance/test_kept.py",
     "losses/top_k_teacher": "-m reference tests/soft/test_topk.py tests/soft",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
     "layout": "tests/logits/test_losses.py tests/kernels tests/conformance tests/logits tests/linear",

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.labels import stats_of_row
 from vocab_parallel_ce.kernels.lanes import (
     Row,
     exp_squared,
@@ -239,13 +238,14 @@ def online_softmax_kernel(
     temperature,  # [N] fp32, or None: 1
     threshold,  # [N] fp32, smaller logits are excluded; or None
     parts,  # [N, n_parts, fields, LANES] fp32, LaneStats; or None: this kernel walks the rows
-    stats,  # [R, N, K] fp32, out: this rank's rows
+    stats,  # [R, N, K or more] fp32, out: the first K of this rank's rows
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
     class_weight,  # [n_columns] fp32, or None
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
     n_parts,
     vocab_size,
+    stats_width,  # numbers from a row of stats to the next one
     loss_options,  # option_arguments
     n_rows,
     shard_start,
@@ -289,29 +289,29 @@ def online_softmax_kernel(
     if class_weight is not None:
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
     merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
-    store_stats(stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
+    store_stats(stats + (stats_start + index) * stats_width, merged, loss_options)
 
 
 def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., None]:
     """Return the launcher of the statistics."""
 
     @cache_launches
-    def launches(rows: Rows, n_rows: int, size: int) -> tuple[StatisticsBlock, Launch, Launch | None]:
+    def launches(rows: Rows, n_rows: int, size: int, width: int) -> tuple[StatisticsBlock, Launch, Launch | None]:
         shape = statistics_shape(n_rows, shard, size, 1)
         part_launch = _launch_of_parts(rows, shape, shard, options) if shape.is_cut else None
-        return shape.block, _launch(rows, shape, shard, options), part_launch
+        return shape.block, _launch(rows, shape, shard, options, width), part_launch
 
     def statistics(
         logits: Tensor, targets: Labels, stats: tuple[Tensor], rank: int, count: Tensor | None = None
     ) -> None:
-        """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``.
+        """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``; of more than K numbers the first.
 
         ``count [1]`` int32, if given, gets the number of labels that are not ignored.
         """
         labels, class_weight, temperature, threshold = targets
         n_rows = labels.shape[0]
         base, rows = row_arguments(logits)
-        block, launch, part_launch = launches(rows, n_rows, logits.dtype.itemsize)
+        block, launch, part_launch = launches(rows, n_rows, logits.dtype.itemsize, stats[0].shape[2])
         parts, counted = None, count
         if part_launch is not None:
             parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
@@ -331,14 +331,14 @@ def n_lane_fields(options: LossOptions) -> int:
 
 
 @cache_launches
-def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
+def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions, width: int) -> Launch:
     (block, is_cut, at_once), compiler = shape, {}
     if not is_cut and at_once > 1 and (n_lane_fields(options) > 2 or options.softcap is not None):
         at_once = 1  # several parts of logits would take too many registers
         if options.softcap is None and torch.version.hip is None:
             # Two do not. Without the bound, ptxas takes 32 and loads the second part when it has used the first.
             at_once, compiler = 2, {"maxnreg": 64}
-    values = (shard.n_valid, block.n_parts, shard.vocab_size, options)
+    values = (shard.n_valid, block.n_parts, shard.vocab_size, width, options)
     return _walk_launch(online_softmax_kernel, rows, values, block, shard, compiler, UNROLLED=at_once)
 
 

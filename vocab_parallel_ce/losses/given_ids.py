@@ -106,6 +106,7 @@ class GivenIds:
     def __init__(self, loss: GivenIdsLoss, options: Any, shard: VocabShard) -> None:
         self.loss, self.options, self.shard = loss, options, shard
         self.softmax = LABELS.launchers(options.softmax, shard, None)
+        self.element_mul = reference.element_mul
 
     def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
         columns, temperature = self.columns(targets), _temperature_of(targets)
@@ -214,10 +215,9 @@ class GivenIdsLoss(Loss):
         return (options.n_ids + bool(options.n_known),)
 
     def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        launch, softmax = GivenIds(self, options, shard), LABELS.launchers(options.softmax, shard, kernels)
-        launch.softmax = softmax
+        launch = GivenIds(self, options, shard) if kernels is None else kernels.given_ids.GivenIds(options, shard)
         widths = tuple(map(len, self.exchanges(options)))
-        return Launchers(launch.statistics, launch.outputs, launch.gradient, softmax.element_mul, widths=widths)
+        return Launchers(launch.statistics, launch.outputs, launch.gradient, launch.element_mul, widths=widths)
 
     def exchanges(self, options: Any) -> tuple[tuple[str, ...], ...]:
         return (("row_max", "without_best", "best", *(f"z_{k}" for k in range(options.n_ids))),)

@@ -24,6 +24,8 @@ from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kernels.row_loss import PairLoss
 from vocab_parallel_ce.kernels.walk import Algebra, PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
+from vocab_parallel_ce.losses.given_ids import IdsOptions
+from vocab_parallel_ce.losses.top_k_teacher import TopKOptions
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
 
@@ -82,6 +84,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", True, "all", rows=("temperature",))
     yield finish("all_weighted", 4)
     yield from of_largest("bf16")
+    yield from of_ids("bf16", DivergenceOptions("js", beta=0.01, hard_weight=0.5))
+    yield from of_ids("bf16", None)
     if not is_sm_90:
         return
     yield from of_soft_labels("bf16", "bf16", False, "plain")
@@ -142,6 +146,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     yield from variants(target)
     for dtype in DTYPES:
         yield from of_largest(dtype)
+        for divergence in (None, *map(DivergenceOptions, DIVERGENCES)):
+            yield from of_ids(dtype, divergence)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
         yield stats(dtype, edges, "plain", counted=True)
@@ -210,7 +216,7 @@ def stats(
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
-    launch = launch_of("online_softmax", "_launch", ROWS[edges], shape, shard, options)
+    launch = launch_of("online_softmax", "_launch", ROWS[edges], shape, shard, options, len(options.statistics))
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
     name += f"-{at_once}" * (at_once > 1)
@@ -272,6 +278,32 @@ def of_largest(dtype: str) -> Iterator[Variant]:
     for counts, option in ((False, "plain"), (True, "plain"), (False, "softcap")):
         launch = launch_of("largest", "_sums_above", *row, 7, 2.0**40, OPTIONS[option], counts)
         yield Variant(f"sums_above-{dtype}-{option}{'-counts' * counts}", launch, (x, x, x, torch.float32, torch.int64))
+
+
+def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant]:
+    """The kernels of 64 ids; ``divergence`` from a teacher with a rest, of hard labels, or None: kept sets too."""
+    x, f, i, label = DTYPES[dtype], torch.float32, torch.int32, torch.int64
+    shard, softmax, rows = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS), ALONE["softcap"], ROWS[0]
+    options: Any = IdsOptions(64, 0, -100, softmax)
+    of_row, name = (label, None, None, f), dtype
+    if divergence is not None:
+        ids, (kind, _, beta, hard_weight, _) = options._replace(n_ids=65, n_known=64), divergence
+        options = TopKOptions(*ids, kind, beta, hard_weight)
+        of_row, name = (label, f, label, None), f"{dtype}-{kind}"
+    key = options, shard, divergence is not None
+    launch = launch_of("given_ids", "_statistics", rows, *key, 68)
+    yield Variant(f"ids_statistics-{name}", launch, (x, *of_row, f, label))
+    launch = launch_of("given_ids", "_outputs", *key, 4, 68)
+    yield Variant(f"ids_outputs-{name}", launch, (f, *of_row[:3], f, f))
+    launch = launch_of("given_ids", "_gradient", rows, *key, 1, 4, 68)
+    yield Variant(f"ids_gradient-{name}", launch, (x, *of_row, f, f, f, i, f, f, f, label))
+    if divergence is None:
+        yield Variant(f"write_columns-{name}", launch_of("given_ids", "_write", rows, 64), (i, f, x))
+        softmax, strides = softmax._replace(entropy=True), (1, 1, None, None, None)
+        launch = launch_of("kept", "_statistics", rows, 64, shard, softmax)
+        yield Variant(f"kept_statistics-{name}", launch, (x, label, label, f, f))
+        launch = launch_of("kept", "_gradient", rows, 64, strides, 4, shard, softmax)
+        yield Variant(f"kept_gradient-{name}", launch, (x, label, label, f, f, f, f, i, f))
 
 
 def finish(option: str, ranks: int, summed: bool = False) -> Variant:
