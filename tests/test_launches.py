@@ -12,6 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.conformance import test_given_ids as of_given_ids
+from tests.conformance import test_kept as of_kept
 from tests.conformance import test_sampling as of_sampling
 from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, programs
 from tests.support.kernels.launches import Entry, options_of, recorded, wanted
@@ -52,6 +54,13 @@ NEVER |= {
 NEVER[("sums_above_kernel", "loss_options.threshold", None)] = "it finds one"
 # What finds the largest logits has no impl: on the CPU it is plain PyTorch; tests/kernels/test_largest.py launches it.
 ON_A_GPU = {"tile_maxima_kernel", "count_equal_kernel", "sums_above_kernel"}
+NEVER |= {
+    (f"{kernel}_kernel", f"loss_options.{name}", None): "k ids have no such option"
+    for kernel in ("ids_statistics", "ids_gradient", "kept_statistics", "kept_gradient")
+    for name in ("threshold", "smoothing", "z_loss", "class_weight", "sum_sq_probs", "mean_logit", "predictions", "lse")
+}
+# Nor does any merge the ranks of kept sets; those of tests/conformance/test_kept.py do.
+NEVER |= {("kept_gradient_kernel", f"ranks={n}", None): "of one rank's calls" for n in (2, 3)}
 NOT_BESIDE = {"soft_labels": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {
     (f"row_{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
@@ -73,9 +82,10 @@ def launched(where: Where) -> set[Entry]:
         for seed, kind in product(range(len(configurations())), KINDS[where.small]):
             with suppress(AssertionError):  # nothing has been computed
                 run_call(seed, where, kind)
-        for case in of_sampling.LOGITS:  # no random call has a threshold
-            with suppress(AssertionError), programs(case["programs"]):
-                of_sampling.test_logits(("triton", where.device), case)
+        for module in (of_sampling, of_given_ids, of_kept):  # no random call has a threshold, given ids or kept sets
+            for case in module.LOGITS:
+                with suppress(AssertionError), programs(case["programs"]):
+                    module.test_logits(("triton", where.device), case)
     return entries
 
 

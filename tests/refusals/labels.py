@@ -44,11 +44,40 @@ OF_IDS: list[Row] = [
 ]
 
 
+KEPT, THRESHOLD = torch.randint(0, 9, (4, 3)), torch.zeros(1)
+OF_KEPT: list[Row] = [
+    ({"threshold": THRESHOLD}, ValueError, "kept: expected no threshold with it, got both"),
+    ({"outputs": ("lse",)}, ValueError, r"outputs: expected none but 'entropy' with kept ids, got \('lse',\)"),
+    ({"kept": KEPT[:3]}, ValueError, r"kept: shape must be \(4,\) and at least one id per token, got \(3, 3\)"),
+    ({"kept": KEPT[:, :0]}, ValueError, "kept: shape must be"),
+    ({"kept": KEPT.float()}, TypeError, "kept: dtype"),
+    ({"kept": [1]}, TypeError, "kept: expected a torch.Tensor"),
+    (
+        {"kept": KEPT + 9, "check_labels": True},
+        ValueError,
+        r"kept: must be in \[0, 9\) or ignore_index -1, got 12 outside",
+    ),
+    ({"labels": IDS}, ValueError, "labels: shape must be"),
+]
+
+
 def a_call():
     return {"logits": LOGITS.clone().requires_grad_() * 1, "labels": TARGETS.clone()}
 
 
 TABLES = [
+    Table(
+        "token_log_probs over kept ids",
+        token_log_probs,
+        lambda: {"logits": torch.randn(4, 9), "labels": IDS[:, 0].contiguous(), "kept": KEPT},
+        [*OF_KEPT, NOT_IN_FORWARD],
+    ),
+    Table(
+        "linear_token_log_probs over kept ids",
+        linear_token_log_probs,
+        lambda: {"hidden": torch.randn(4, 6), "weight": torch.randn(9, 6), "labels": IDS[:, 0], "kept": KEPT},
+        OF_KEPT,
+    ),
     Table("vocab_parallel_cross_entropy of probabilities", vocab_parallel_cross_entropy, a_call, OF_PROBABILITIES),
     Table(
         "token_log_probs of ids",

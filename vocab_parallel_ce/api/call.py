@@ -26,6 +26,8 @@ from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.run import OverHead
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.kept import KEPT, Kept
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, forward
@@ -88,10 +90,22 @@ def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
 pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
-def check_threshold_and(outputs: Sequence[str], threshold: Tensor | None) -> None:
-    """Raise ValueError if an output is asked for that excluded logits have not."""
+def label_targets(
+    labels: Tensor, temperature: Tensor | None, threshold: Tensor | None, kept: Tensor | None, outputs: Sequence[str]
+) -> tuple[Loss, Labels | Kept]:
+    """Return the loss and the targets of log-probabilities of labels.
+
+    Raises ValueError if an output is asked for that excluded logits have not, or for two ways to exclude them.
+    """
     if threshold is not None and "mean_logit" in outputs:
         raise ValueError("outputs: expected no 'mean_logit' with a threshold, which excludes logits, got both")
+    if kept is None:
+        return LABELS, Labels(labels, None, temperature, threshold)
+    if threshold is not None:
+        raise ValueError("kept: expected no threshold with it, got both; a threshold's logits are in no kept set")
+    if set(outputs) - {"entropy"}:
+        raise ValueError(f"outputs: expected none but 'entropy' with kept ids, got {tuple(outputs)}")
+    return KEPT, Kept(labels, kept, temperature)
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:

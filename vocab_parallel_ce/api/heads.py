@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
-    check_threshold_and,
     keeps_logits,
+    label_targets,
     log_probs_of,
     loss_of,
     over_head,
@@ -163,6 +163,7 @@ def linear_token_log_probs(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
+    kept: Tensor | None = None,
     outputs: Sequence[str] = (),
     impl: str = "auto",
     check_labels: bool = False,
@@ -182,7 +183,7 @@ def linear_token_log_probs(
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, outputs, threshold: as in :func:`token_log_probs`, of the logits that you made for it.
+        temperature, outputs, threshold, kept: as in :func:`token_log_probs`, of the logits that you made for it.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -211,10 +212,10 @@ def linear_token_log_probs(
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
-    if has_ids:
+    if has_ids and kept is None:
         n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
         check_given_ids(labels, hidden, n_rows, settings, threshold, group)
         return head_log_probs_at(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
-    check_threshold_and(requested, threshold)
-    arguments = Arguments(tensors, Labels(labels, None, tensor, threshold), group, None, main_grad)
-    return log_probs_of(over_head(LABELS, arguments, settings, head), settings)
+    loss, targets = label_targets(labels, tensor, threshold, kept, requested)
+    arguments = Arguments(tensors, targets, group, None, main_grad)
+    return log_probs_of(over_head(loss, arguments, settings, head), settings)

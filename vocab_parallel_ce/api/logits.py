@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
-    check_threshold_and,
+    label_targets,
     log_probs_of,
     loss_of,
     over_logits,
@@ -165,6 +165,7 @@ def token_log_probs(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
+    kept: Tensor | None = None,
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
@@ -199,6 +200,10 @@ def token_log_probs(
             one for each label, without a gradient, as :func:`sampling_threshold` returns it. Outputs are then of the
             distribution that a sampler used. A label below it has ``-inf``; if its own gradient is infinite or NaN,
             that of all columns below is NaN. Not with given ids and ``"mean_logit"``.
+        kept: ``[..., k]`` int64 or int32 global ids, the same on every rank; -1 where a token has fewer: the softmax is
+            over these alone, as of a sampler that kept them, and the gradient of all other logits is 0. Only these
+            logits are read. An id that is twice counts once; one outside the vocabulary makes its token NaN; a label
+            that is not among them has ``-inf``. Not with given ids, a ``threshold``, or outputs but ``"entropy"``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
@@ -234,12 +239,12 @@ def token_log_probs(
         outputs=requested,
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    if has_ids:
+    if has_ids and kept is None:
         n_columns = logits.shape[-1] * group_position(group)[1]
         check_given_ids(labels, logits, n_columns, settings, threshold, group)
         return log_probs_at(logits, Ids(labels, tensor), settings, group=group)
-    check_threshold_and(requested, threshold)
-    losses = over_logits(LABELS, logits, Labels(labels, None, tensor, threshold), settings, group=group)
+    loss, targets = label_targets(labels, tensor, threshold, kept, requested)
+    losses = over_logits(loss, logits, targets, settings, group=group)
     return log_probs_of(losses, settings)
 
 

@@ -3,7 +3,7 @@
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
-from vocab_parallel_ce.kernels import divergences, row_loss, row_statistics, soft_labels
+from vocab_parallel_ce.kernels import divergences, given_ids, kept, row_loss, row_statistics, soft_labels
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul, token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
@@ -11,6 +11,8 @@ __all__ = [
     "cross_entropy",
     "divergences",
     "element_mul",
+    "given_ids",
+    "kept",
     "online_softmax",
     "row_loss",
     "row_statistics",
