@@ -105,3 +105,17 @@ def test_constants_in_the_logits_memory_or_of_inference_mode(impl_device):
             losses = call(logits, beside, gradient="in_backward", impl=impl_device[0], **constant)
             found.append(torch.autograd.grad(losses.sum(), leaf)[0])
         assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2]), name
+
+
+def test_a_label_in_an_excluded_column_has_no_gradient_there(impl_device):
+    """Its loss is infinite; the rest of the row has its probabilities."""
+    impl, device = impl_device
+    logits, labels = torch.randn(3, 300), torch.tensor([1, 299, 3])
+    logits[0, 1], logits[1, 299] = -INF, -INF
+    leaf = logits.to(device).requires_grad_()
+    found = vocab_parallel_cross_entropy(leaf * 1, labels.to(device), reduction="none", impl=impl)
+    found.sum().backward()
+    expected = logits.double().softmax(-1)
+    expected[2, 3] -= 1
+    assert found[:2].isinf().all() and found[2].isfinite()
+    torch.testing.assert_close(leaf.grad.cpu(), expected.float(), rtol=1e-5, atol=1e-6)
