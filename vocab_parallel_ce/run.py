@@ -96,14 +96,10 @@ def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
     if plan.mean_over == "weights":
         index = plan.options.statistics.index("target_weight")
         return stats[0].select(2, index).sum().view(1)  # to index with ... takes microseconds longer
-    return rows_of_mean(plan.loss.ignored(targets, plan.options), stats[0][0, :, 0])
-
-
-def rows_of_mean(ignored: Tensor | None, rows: Tensor) -> Tensor:
-    """Return ``[1]``, how many of ``rows [...]`` are not ``ignored [...]``."""
+    ignored = plan.loss.ignored(targets, plan.options)
     if ignored is None:
-        return rows.new_full((1,), rows.numel(), dtype=torch.int64)
-    return (~ignored).sum().reshape(1)
+        return stats[0].new_full((1,), stats[0].shape[1], dtype=torch.int64)
+    return (~ignored).sum().view(1)
 
 
 def fill_outputs(plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None, outputs: TokenOutputs) -> TokenOutputs:
