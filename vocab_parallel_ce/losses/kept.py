@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
-from vocab_parallel_ce.blocks import OnePassConfig
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.given_ids import RowColumns
 from vocab_parallel_ce.losses.labels import LABELS, outputs_gradient
@@ -56,9 +55,6 @@ class KeptLoss(Loss):
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
         return LABELS.outputs(options)
-
-    def one_pass_config(self, options: LossOptions, row_bytes: int) -> OnePassConfig | None:
-        return None
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         return reference.launchers(self, options, shard) if kernels is None else kernels.kept.launchers(options, shard)
