@@ -124,7 +124,9 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits", name: 
         check_tensor(name, labels)
     if labels.dtype not in LABEL_DTYPES or labels.layout is not torch.strided:
         is_floating = labels.is_floating_point()
-        remedy = "only vocab_parallel_cross_entropy takes probabilities" if is_floating else "pass ids as labels.long()"
+        remedy = (
+            "only vocab_parallel_cross_entropy takes probabilities" if is_floating else f"pass ids as {name}.long()"
+        )
         check_dense(name, labels, LABEL_DTYPES, f"; {remedy}")
     check_device(name, labels, tokens, subject)
 

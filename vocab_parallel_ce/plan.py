@@ -84,7 +84,7 @@ def call_key(
         if t is None:
             kinds.append(None)
         elif type(t) is Tensor or type(t) is torch.nn.Parameter:
-            kinds.append((t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous()))
+            kinds.append((t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous(), t.is_inference()))
         else:
             return None
     return loss, settings, types_of(settings), position, torch.is_grad_enabled(), *kinds

@@ -96,10 +96,11 @@ class RowIds(Role):
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
-        return flat(target)
+        return constant(flat(target), tokens.tensor)
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
-        return target.dim() == 1 and target.is_contiguous() and not settings.check_labels
+        can_be_saved = target.is_contiguous() and not target.is_inference()
+        return target.dim() == 1 and can_be_saved and not settings.check_labels
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
         return order.to_rows(target.long(), int(settings.ignore_index))

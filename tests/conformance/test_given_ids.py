@@ -238,3 +238,22 @@ def test_heads_of_ranks(rank_pool, impl):
         assert torch.equal(log_probs, results[0][0]) and sent == [9 * 4 * (3 + 3)]
         for triple in zip((log_probs, d_hidden, d_weight), *expected, strict=True):
             assert_within_budget(*triple)
+
+
+@pytest.mark.reference
+def test_labels_and_ids_of_inference_mode_are_copied():
+    """After a call of the same kind whose plan takes the caller's own tensors."""
+    with torch.inference_mode():
+        made = torch.tensor([[0, 1, 2]] * 4), torch.tensor([1, 2, 0, 1])
+    head = torch.randn(9, 5)
+    for ids, label in ((made[0].clone(), made[1].clone()), made):
+        calls = (
+            lambda x, ids=ids: token_log_probs(x, ids),
+            lambda x, label=label: token_log_probs(x, label),
+            lambda x, ids=ids, label=label: token_log_probs(x, label, kept=ids),
+            lambda x, ids=ids: linear_token_log_probs(x[:, :5], head, ids),
+        )
+        for call in calls:
+            leaf = torch.ones(4, 9, requires_grad=True)
+            call(leaf * 1).sum().backward()
+            assert leaf.grad is not None and leaf.grad.isfinite().all()

@@ -125,6 +125,19 @@ def test_heads(impl_device, keep_logits):
         assert_within_budget(*triple, 30.0)
 
 
+@pytest.mark.reference
+def test_no_kept_ids_are_nan_and_valid_tokens_are_gathered_with_their_sets():
+    logits = torch.randn(3, 9)
+    found = token_log_probs(logits, torch.tensor([1, -100, 2]), kept=torch.tensor([[-1, -1], [-1, -1], [2, 3]]))
+    assert found[0].isnan() and found[1] == 0 and found[2].isfinite()
+    hidden, weight = torch.randn(8, 6), torch.randn(9, 6)
+    labels, kept = torch.tensor([IGNORE_INDEX, 1, 2, IGNORE_INDEX, 3, 0, 5, IGNORE_INDEX]), torch.randint(0, 9, (8, 4))
+    kept[:, 0] = labels.clamp(min=0)
+    expected = token_log_probs(hidden @ weight.t(), labels, kept=kept)
+    own = linear_token_log_probs(hidden, weight, labels, kept=kept.int(), valid_tokens=6, chunk_size=2)
+    torch.testing.assert_close(own, expected)
+
+
 def _weighed(student, ignored, *, labels, kept, factors, reduction, **options):
     """Log-probabilities and entropies as one loss per token, as the harness of losses takes them."""
     found = token_log_probs(student, labels, kept=kept, outputs=("entropy",), **options)

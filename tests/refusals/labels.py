@@ -55,7 +55,7 @@ OF_KEPT: list[Row] = [
     (
         {"kept": KEPT + 9, "check_labels": True},
         ValueError,
-        r"kept: must be in \[0, 9\) or ignore_index -1, got 12 outside",
+        r"kept: must be in \[0, 9\), got 12 outside",
     ),
     ({"labels": IDS}, ValueError, "labels: shape must be"),
 ]

@@ -65,3 +65,12 @@ def test_rounded_log_probs_are_a_distribution(divergence):
         for dtype in (torch.bfloat16, torch.float16):
             teacher = TopKTeacher(ids, log_probs.to(dtype), "bucket")
             assert distillation_loss(student, teacher, divergence=divergence, check_labels=True).isfinite()
+
+
+def test_too_much_mass_has_no_finite_gradient_with_a_hard_weight_of_1(impl_device):
+    impl, device = impl_device
+    leaf, log_probs = torch.zeros(2, 5, device=device).requires_grad_(), torch.tensor([[0.9, 0.9], [0.4, 0.4]]).log()
+    teacher = TopKTeacher(torch.tensor([[0, 1]] * 2).to(device), log_probs.to(device))
+    labels = torch.tensor([2, 2], device=device)
+    distillation_loss(leaf * 1, teacher, labels=labels, hard_weight=1.0, impl=impl).backward()
+    assert leaf.grad[0].isnan().all() and leaf.grad[1].isfinite().all()

@@ -203,7 +203,8 @@ def token_log_probs(
         kept: ``[..., k]`` int64 or int32 global ids, the same on every rank; -1 where a token has fewer: the softmax is
             over these alone, as of a sampler that kept them, and the gradient of all other logits is 0. Only these
             logits are read. An id that is twice counts once; one outside the vocabulary makes its token NaN; a label
-            that is not among them has ``-inf``. Not with given ids, a ``threshold``, or outputs but ``"entropy"``.
+            that is not among them has ``-inf``, and NaN if there are none: give such a token ``ignore_index``. Made for
+            ``k`` of some hundreds. Not with given ids, a ``threshold``, or outputs but ``"entropy"``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.

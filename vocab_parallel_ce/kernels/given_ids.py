@@ -29,7 +29,7 @@ from vocab_parallel_ce.kernels.given_ids_rows import (
 )
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
-from vocab_parallel_ce.kernels.top_k_teacher import mass_of, row_loss, terms
+from vocab_parallel_ce.kernels.top_k_teacher import row_gradients, row_loss
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.reference import sum_losses
@@ -44,7 +44,7 @@ def ids_statistics_kernel(
     log_probs,  # [N, k] fp32, a teacher's, or None
     labels,  # [N] int64|int32, hard labels, or None
     temperature,  # [N] fp32, or None: 1
-    stats,  # [R, N, WIDTH] fp32, out: the last n_ids of this rank's rows
+    stats,  # [R, N, 3 + n_ids] fp32, out: the last n_ids of this rank's rows
     label,  # [N] int64, out: the best of this rank's given ids
     layout,  # RowLayout of logits
     sizes,  # IdsSizes
@@ -52,7 +52,6 @@ def ids_statistics_kernel(
     n_rows,
     shard_start,
     stats_start,  # this rank's first row in stats
-    WIDTH: tl.constexpr,
     LANES: tl.constexpr,  # n_ids rounded up to a power of two
 ):
     """Example: ``x = [1, 3, 2]``, ids ``[0, 1]``: z ``[1, 3]``, label 1."""
@@ -62,7 +61,7 @@ def ids_statistics_kernel(
         t = ops.row_temperature(temperature, row, True)
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     z, _ = load_given(logits, ops.row_begin(row, layout), at.column, at.owned, loss_options)
-    tl.store(stats + (stats_start + row) * WIDTH + 3 + lane, z, lane < sizes.n_ids)
+    tl.store(stats + (stats_start + row) * (3 + sizes.n_ids) + 3 + lane, z, lane < sizes.n_ids)
     is_dead = tl.min(at.left_out.to(tl.int32)) == 1
     best = best_column(z, at, lane).to(tl.int64) + shard_start
     tl.store(label + row, tl.where(is_dead, loss_options.ignore_index, best))
@@ -70,7 +69,7 @@ def ids_statistics_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start"])
 def ids_outputs_kernel(
-    stats,  # [R, N, WIDTH] fp32
+    stats,  # [R, N, 3 + n_ids] fp32
     ids,  # [N, k] int64|int32
     log_probs,  # [N, k] fp32, a teacher's, or None
     labels,  # [N] int64|int32, or None
@@ -80,13 +79,12 @@ def ids_outputs_kernel(
     n_ranks,
     n_rows,
     shard_start,
-    WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Example: statistics ``(3, 0.5032, 3, 1, 3)`` of ``x = [1, 3, 2]``, ids ``[0, 1]``: ``[-2.4076, -0.4076]``."""
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     at = given_columns(ids, log_probs, labels, row, lane, sizes, shard_start)
-    known = merged_ids(stats, row, lane, sizes, n_ranks, n_rows, WIDTH)
+    known = merged_ids(stats, row, lane, sizes, n_ranks, n_rows)
     values, rest = log_probs_at(known, at, lane)
     if log_probs is None:
         tl.store(loss + row * sizes.k + lane, values, lane < sizes.k)
@@ -105,19 +103,7 @@ def value_gradients(grads, log_probs, row, grad_stride, values, rest, at, lane, 
         grad = tl.load(grads + row * sizes.k + lane, lane < sizes.k, other=0.0) * share
     else:
         grad_row = tl.load(grads + row * grad_stride) * share
-        mass, is_rest_out = mass_of(at.log_q, at.left_out, lane, sizes)
-        log_q = tl.where(mass > 1.125, float("nan"), at.log_q)
-        soft = 1.0
-        if sizes.hard_weight is not None:
-            soft = 1.0 - sizes.hard_weight
-        _, grad = terms(values, log_q, at.left_out | (lane >= sizes.k), sizes)
-        grad = tl.where(soft == 0, 0.0, soft * grad) * grad_row
-        if sizes.hard_weight is not None:
-            grad = tl.where(lane == sizes.k, -sizes.hard_weight * grad_row, grad)
-        if sizes.rest is not None:
-            log_r = tl.log(tl.maximum(1.0 - mass, 5.960464477539063e-08))
-            _, grad_rest = terms(rest, tl.where(mass > 1.125, float("nan"), log_r), is_rest_out, sizes)
-            grad_rest = tl.where(soft == 0, 0.0, soft * grad_rest) * grad_row
+        grad, grad_rest = row_gradients(values, rest, at.log_q, at.left_out, grad_row, lane, sizes)
     return tl.where(at.left_out, 0.0, grad), grad_rest
 
 
@@ -128,7 +114,7 @@ def ids_gradient_kernel(
     log_probs,  # [N, k] fp32, a teacher's, or None
     labels,  # [N] int64|int32, or None
     temperature,  # [N] fp32, or None: 1
-    stats,  # [R, N, WIDTH] fp32
+    stats,  # [R, N, 3 + n_ids] fp32
     divisor,  # [1], or None: 1
     grads,  # [N] fp32 of any stride, of a teacher; or [N, k]
     columns,  # [N, n_ids] int32, out: of this rank, -1 for another's
@@ -143,13 +129,12 @@ def ids_gradient_kernel(
     loss_options,  # option_arguments
     n_rows,
     shard_start,
-    WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, ids ``[0, 1]``, grads ``[1, 0]``: values ``[0.9100, -0.6652]``, weight -1."""
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     at = given_columns(ids, log_probs, labels, row, lane, sizes, shard_start)
-    known = merged_ids(stats, row, lane, sizes, n_ranks, n_rows, WIDTH)
+    known = merged_ids(stats, row, lane, sizes, n_ranks, n_rows)
     log_probs_of_row, rest = log_probs_at(known, at, lane)
     if temperature is not None:
         t = ops.row_temperature(temperature, row, True)
@@ -248,10 +233,10 @@ class GivenIds:
 
     def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
         ids, log_probs, labels, temperature = _parts_of(targets)
-        n_rows, width = stats[0].shape[1:]
+        n_rows = stats[0].shape[1]
         label = ids.new_empty(n_rows, dtype=torch.int64)
         base, rows = row_arguments(logits)
-        launch = _statistics(rows, self.options, self.shard, labels is not None, width)
+        launch = _statistics(rows, self.options, self.shard, labels is not None)
         tensors = (base, ids, log_probs, labels, temperature, stats[0], label)
         launch(n_rows, tensors, (n_rows, self.shard.start, rank * n_rows))
         self.softmax_statistics(logits, Labels(label, temperature=temperature), stats, rank)
@@ -265,8 +250,8 @@ class GivenIds:
         total: Tensor | None = None,
     ) -> None:
         ids, log_probs, labels, _ = _parts_of(targets)
-        n_ranks, n_rows, width = stats[0].shape
-        launch = _outputs(self.options, self.shard, labels is not None, n_ranks, width)
+        n_ranks, n_rows, _ = stats[0].shape
+        launch = _outputs(self.options, self.shard, labels is not None, n_ranks)
         launch(n_rows, (stats[0], ids, log_probs, labels, divisor, outputs.loss), (n_rows, self.shard.start))
         if total is not None:
             sum_losses(outputs.loss, total)
@@ -281,7 +266,7 @@ class GivenIds:
         grad_logits: Tensor,
     ) -> None:
         ids, log_probs, labels, temperature = _parts_of(targets)
-        (n_ranks, n_rows, width), n_ids = stats[0].shape, self.options.n_ids
+        (n_ranks, n_rows, _), n_ids = stats[0].shape, self.options.n_ids
         grad = stats[0].new_ones(1).expand(n_rows) if grads.loss is None else grads.loss
         if log_probs is None:
             grad = grad.contiguous()
@@ -289,7 +274,7 @@ class GivenIds:
         columns, values = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, n_ids)
         merged, weight, label = new(1, n_rows, 3), new(n_rows), new(n_rows, dtype=torch.int64)
         base, rows = row_arguments(logits)
-        launch = _gradient(rows, self.options, self.shard, labels is not None, grad.stride(0), n_ranks, width)
+        launch = _gradient(rows, self.options, self.shard, labels is not None, grad.stride(0), n_ranks)
         tensors = (base, ids, log_probs, labels, temperature, stats[0], divisor, grad)
         launch(n_rows, (*tensors, columns, values, merged, weight, label), (n_rows, self.shard.start))
         softmax_targets = Labels(label, temperature=temperature)
@@ -316,25 +301,23 @@ def lanes_of(n_ids: int) -> tuple[dict[str, int], int]:
 
 
 @cache_launches
-def _statistics(rows: Rows, options: Any, shard: VocabShard, has_labels: bool, width: int) -> Launch:
+def _statistics(rows: Rows, options: Any, shard: VocabShard, has_labels: bool) -> Launch:
     (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard, has_labels)
     values = (RowLayout(*rows[0]), sizes, options.softmax)
-    return Launch(ids_statistics_kernel, values, {"WIDTH": width, **lanes}, num_warps=num_warps)
+    return Launch(ids_statistics_kernel, values, lanes, num_warps=num_warps)
 
 
 @cache_launches
-def _outputs(options: Any, shard: VocabShard, has_labels: bool, n_ranks: int, width: int) -> Launch:
+def _outputs(options: Any, shard: VocabShard, has_labels: bool, n_ranks: int) -> Launch:
     (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard, has_labels)
-    return Launch(ids_outputs_kernel, (sizes, n_ranks), {"WIDTH": width, **lanes}, num_warps=num_warps)
+    return Launch(ids_outputs_kernel, (sizes, n_ranks), lanes, num_warps=num_warps)
 
 
 @cache_launches
-def _gradient(
-    rows: Rows, options: Any, shard: VocabShard, has_labels: bool, grad_stride: int, n_ranks: int, width: int
-) -> Launch:
+def _gradient(rows: Rows, options: Any, shard: VocabShard, has_labels: bool, grad_stride: int, n_ranks: int) -> Launch:
     (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard, has_labels)
     values = (RowLayout(*rows[0]), sizes, grad_stride, n_ranks, options.softmax)
-    return Launch(ids_gradient_kernel, values, {"WIDTH": width, **lanes}, num_warps=num_warps)
+    return Launch(ids_gradient_kernel, values, lanes, num_warps=num_warps)
 
 
 @cache_launches

@@ -85,12 +85,12 @@ def best_column(z, at, lane):
 
 
 @triton.jit
-def merged_ids(stats, row, lane, sizes, n_ranks, n_rows, WIDTH: tl.constexpr):
-    """Merge ``stats [R, N, WIDTH]`` of a row, in the order of the ranks."""
+def merged_ids(stats, row, lane, sizes, n_ranks, n_rows):
+    """Merge ``stats [R, N, 3 + n_ids]`` of a row, in the order of the ranks."""
     row_max, best, best_rank = float("-inf"), float("-inf"), 0
     z = tl.full(lane.shape, float("-inf"), tl.float32)
     for rank in range(n_ranks):
-        pointer = stats + (rank * n_rows + row) * WIDTH
+        pointer = stats + (rank * n_rows + row) * (3 + sizes.n_ids)
         rank_best = tl.load(pointer + 2)
         z = tl.maximum(z, tl.load(pointer + 3 + lane, lane < sizes.n_ids, other=float("-inf")))
         row_max = tl.maximum(row_max, tl.load(pointer))
@@ -99,22 +99,22 @@ def merged_ids(stats, row, lane, sizes, n_ranks, n_rows, WIDTH: tl.constexpr):
     shift = ops.finite_or_zero(row_max)
     others, outside = 0.0, 0.0
     for rank in range(n_ranks):
-        pointer = stats + (rank * n_rows + row) * WIDTH
+        pointer = stats + (rank * n_rows + row) * (3 + sizes.n_ids)
         rank_max, without_best, rank_best = tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2)
         decay = ops.exp_shifted(rank_max, shift)
         # One rank's best is the best of all: its term is not among the others'.
         others += without_best * decay + tl.where(rank == best_rank, 0.0, ops.exp_shifted(rank_best, shift))
         if sizes.rest is not None:
             rank_z = tl.load(pointer + 3 + lane, lane < sizes.n_ids, other=float("-inf"))
-            outside += outside_of_rank(rank_z, rank_max, without_best, rank_best, lane, sizes) * decay
+            outside += outside_of_rank(rank_z, rank_max, without_best, lane, sizes) * decay
     return Known(row_max, z, others, ops.exp_shifted(best, shift), outside)
 
 
 @triton.jit
-def outside_of_rank(rank_z, rank_max, without_best, rank_best, lane, sizes):
+def outside_of_rank(rank_z, rank_max, without_best, lane, sizes):
     """Return the sum of exp(z - max) over a rank's columns that are not among the first k ids."""
     terms_of_rank = ops.exp_shifted(rank_z, ops.finite_or_zero(rank_max))
-    place = tl.min(tl.where(rank_z == rank_best, lane, lane.shape[0]))  # the first of equals, as in the sum
+    place = tl.min(tl.where(rank_z == tl.max(rank_z), lane, lane.shape[0]))  # the first of equals, as in the sum
     is_others = (lane != place) & (lane < sizes.k)
     best_term = tl.sum(tl.where((lane == place) & (lane >= sizes.k), terms_of_rank, 0.0))
     all_others = without_best + best_term

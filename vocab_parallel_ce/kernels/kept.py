@@ -23,10 +23,9 @@ from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_a
 from vocab_parallel_ce.kernels.online_softmax import store_stats
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.base import Launchers
+from vocab_parallel_ce.losses.kept import NO_ID
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats
-
-NO_ID = -1
 
 
 @triton.jit

@@ -7,10 +7,17 @@ from vocab_parallel_ce.kernels import primitives as ops
 
 
 @triton.jit
-def mass_of(log_q, left_out, lane, sizes):
-    """Return the sum of a teacher's probabilities, and whether all of its ids are left out."""
+def teacher_of_row(log_q, left_out, lane, sizes):
+    """Return a teacher's log-probabilities at its ids and of the rest, and whether all ids are left out.
+
+    They are NaN if the probabilities sum to more than ``losses.top_k_teacher.MOST_MASS``.
+    """
     is_in = (left_out == 0) & (lane < sizes.k)
-    return tl.sum(tl.where(is_in, ops.exp_shifted(log_q, 0.0), 0.0)), tl.max(is_in.to(tl.int32)) == 0
+    mass = tl.sum(tl.where(is_in, ops.exp_shifted(log_q, 0.0), 0.0))
+    log_r = tl.log(tl.maximum(1.0 - mass, 5.960464477539063e-08))  # half an eps
+    is_too_much = mass > 1.125
+    log_q, log_r = tl.where(is_too_much, float("nan"), log_q), tl.where(is_too_much, float("nan"), log_r)
+    return log_q, log_r, tl.max(is_in.to(tl.int32)) == 0
 
 
 @triton.jit
@@ -50,13 +57,11 @@ def terms(log_s, log_q, left_out, sizes):
 @triton.jit
 def row_loss(values, rest, log_q, left_out, has_labels, lane, sizes):
     """Return the divergence of a row from log-probabilities ``values`` at the ids and ``rest`` of the others."""
-    mass, is_rest_out = mass_of(log_q, left_out, lane, sizes)
-    log_q = tl.where(mass > 1.125, float("nan"), log_q)
+    log_q, log_r, is_rest_out = teacher_of_row(log_q, left_out, lane, sizes)
     value, _ = terms(values, log_q, left_out | (lane >= sizes.k), sizes)
     loss = tl.sum(value)
     if sizes.rest is not None:
-        log_r = tl.log(tl.maximum(1.0 - mass, 5.960464477539063e-08))
-        rest_value, _ = terms(rest, tl.where(mass > 1.125, float("nan"), log_r), is_rest_out, sizes)
+        rest_value, _ = terms(rest, log_r, is_rest_out, sizes)
         loss += rest_value
     if has_labels:
         label_value = tl.sum(tl.where(lane == sizes.k, values, 0.0))
@@ -66,3 +71,20 @@ def row_loss(values, rest, log_q, left_out, has_labels, lane, sizes):
             loss = (1.0 - h) * loss - h * label_value
         loss = tl.where(label_value == label_value, loss, label_value)  # NaN: a label outside the vocabulary
     return loss
+
+
+@triton.jit
+def row_gradients(values, rest, log_q, left_out, grad_row, lane, sizes):
+    """Return the gradients of a row's ``values`` and of its ``rest``."""
+    log_q, log_r, is_rest_out = teacher_of_row(log_q, left_out, lane, sizes)
+    soft, grad_rest = grad_row, 0.0
+    if sizes.hard_weight is not None:
+        soft *= 1.0 - sizes.hard_weight
+    _, grad = terms(values, log_q, left_out | (lane >= sizes.k), sizes)
+    grad *= soft
+    if sizes.hard_weight is not None:
+        grad = tl.where(lane == sizes.k, -sizes.hard_weight * grad_row, grad)
+    if sizes.rest is not None:
+        _, grad_rest = terms(rest, log_r, is_rest_out, sizes)
+        grad_rest *= soft
+    return grad, grad_rest

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
-from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.layout import compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
@@ -53,12 +53,13 @@ class RowColumns(RowIds):
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
-        return target.dim() == 2 and target.is_contiguous() and not settings.check_labels
+        can_be_saved = target.is_contiguous() and not target.is_inference()
+        return target.dim() == 2 and can_be_saved and not settings.check_labels
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
-        return target.reshape(-1, target.shape[-1]).contiguous()
+        return constant(target.reshape(-1, target.shape[-1]).contiguous(), tokens.tensor)
 
 
 class Ids(NamedTuple):

@@ -29,7 +29,7 @@ class KeptIds(RowColumns):
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
-            checks.check_label_range(target, plan.shard.vocab_size, NO_ID, name=name)
+            checks.check_label_range(target, plan.shard.vocab_size, NO_ID, name=name, names_ignored=False)
         return super().local(name, target, tokens, settings._replace(check_labels=False), plan)
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:

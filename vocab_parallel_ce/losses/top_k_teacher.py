@@ -132,8 +132,7 @@ class TopKLoss(GivenIdsLoss):
     def value_grads(self, values: Tensor, targets: TopK, grad_losses: Tensor, options: TopKOptions) -> Tensor:
         _, grads = _terms(values, targets, self.left_out(targets, options), options)
         k, h, grad_losses = targets.log_probs.shape[-1], options.hard_weight, grad_losses.unsqueeze(-1)
-        grads = (1 - h) * grads if h < 1 else torch.zeros_like(grads)
-        grads = grads * grad_losses
+        grads = (1 - h) * grads * grad_losses
         if targets.labels is None:
             return grads
         return torch.cat([grads[:, :k], (-h * grad_losses).expand(grads.shape[0], 1), grads[:, k:]], dim=-1)

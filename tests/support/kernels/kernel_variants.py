@@ -291,11 +291,11 @@ def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant
         options = TopKOptions(*ids, kind, beta, hard_weight)
         of_row, name = (label, f, label, None), f"{dtype}-{kind}"
     key = options, shard, divergence is not None
-    launch = launch_of("given_ids", "_statistics", rows, *key, 68)
+    launch = launch_of("given_ids", "_statistics", rows, *key)
     yield Variant(f"ids_statistics-{name}", launch, (x, *of_row, f, label))
-    launch = launch_of("given_ids", "_outputs", *key, 4, 68)
+    launch = launch_of("given_ids", "_outputs", *key, 4)
     yield Variant(f"ids_outputs-{name}", launch, (f, *of_row[:3], f, f))
-    launch = launch_of("given_ids", "_gradient", rows, *key, 1, 4, 68)
+    launch = launch_of("given_ids", "_gradient", rows, *key, 1, 4)
     yield Variant(f"ids_gradient-{name}", launch, (x, *of_row, f, f, f, i, f, f, f, label))
     if divergence is None:
         yield Variant(f"write_columns-{name}", launch_of("given_ids", "_write", rows, 64), (i, f, x))
