@@ -110,7 +110,7 @@ class GivenIds:
         self.element_mul = reference.element_mul
 
     def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
-        columns, temperature = self.columns(targets), _temperature_of(targets)
+        columns, temperature = self.columns(targets), getattr(targets, "temperature", None)
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
         best, place = z.max(dim=-1, keepdim=True)
@@ -139,7 +139,7 @@ class GivenIds:
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        columns, temperature = self.columns(targets), _temperature_of(targets)
+        columns, temperature = self.columns(targets), getattr(targets, "temperature", None)
         if divisor is not None:  # of 0 items no row counts: a NaN in one must not reach the gradient as 0 * NaN
             columns = columns.masked_fill(divisor == 0, IGNORED)
         known, options, dead = self.merged(stats[0]), self.options, is_dead(columns)
@@ -247,10 +247,6 @@ class GivenIdsLoss(Loss):
 
 
 GIVEN_IDS = GivenIdsLoss()
-
-
-def _temperature_of(targets: Any) -> Tensor | None:
-    return getattr(targets, "temperature", None)
 
 
 # Parts of the launchers; ``columns`` are ``[N, k]``, negative if not owned.
