@@ -15,7 +15,7 @@ from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 ROWS, VOCAB = 5, 263
 BOUNDS = [(0, 88), (88, 176), (176, 264)]  # the last column is padding
-SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "soft": [16], "top-k": [20], "top-k js": [20]}  # bytes per row
+SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "soft": [16], "top-k": [24], "top-k js": [24]}  # bytes per row
 in_three_ranks = in_ranks((3,), (3,), ())
 
 
