@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.in_place import check_not_overwritten
-from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, cut, flat, shares_storage, walkable
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, cut, flat, savable, shares_storage, walkable
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import LOGITS, VocabShard
 from vocab_parallel_ce.spec import INF, NAN, LossOptions
@@ -96,7 +96,7 @@ class RowIds(Role):
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
-        return constant(flat(target), tokens.tensor)
+        return savable(flat(target))
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
         can_be_saved = target.is_contiguous() and not target.is_inference()

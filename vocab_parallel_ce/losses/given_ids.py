@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
-from vocab_parallel_ce.layout import compute_dtype, constant
+from vocab_parallel_ce.layout import compute_dtype, savable
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
@@ -59,7 +59,7 @@ class RowColumns(RowIds):
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
-        return constant(target.reshape(-1, target.shape[-1]).contiguous(), tokens.tensor)
+        return savable(target.reshape(-1, target.shape[-1]).contiguous())
 
 
 class Ids(NamedTuple):
