@@ -48,7 +48,7 @@ def check_given_ids(
 
 def log_probs_at(logits: Tensor, targets: Ids, settings: Settings, *, group: Any) -> Tensor:
     """Return ``[..., k]`` log-probabilities at ``targets.ids``."""
-    settings = settings._replace(reduction="none", n_ids=targets.ids.shape[-1])
+    settings = settings._replace(n_ids=targets.ids.shape[-1])
     return over_logits(GIVEN_IDS, logits, targets, settings, group=group).loss
 
 
@@ -62,5 +62,5 @@ def head_log_probs_at(
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return the same of the logits of a head."""
-    settings = settings._replace(reduction="none", n_ids=targets.ids.shape[-1])
+    settings = settings._replace(n_ids=targets.ids.shape[-1])
     return over_head(GIVEN_IDS, Arguments(tensors, targets, group, None, main_grad), settings, head).loss

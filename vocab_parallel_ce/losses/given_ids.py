@@ -44,7 +44,11 @@ IGNORED = -(2**62)
 
 
 class RowColumns(RowIds):
-    """``[..., k]``, ids of each row."""
+    """``[..., k]``, ids of each row. ``ignored`` is what stands for no id, if it is not ``ignore_index``."""
+
+    def __init__(self, name: str, ignored: int | None = None) -> None:
+        super().__init__(name)
+        self.ignored = ignored
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         checks.check_labels(target, tokens.tensor, tokens.subject, name)
@@ -58,8 +62,16 @@ class RowColumns(RowIds):
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if settings.check_labels:
-            checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
+            is_callers, size = self.ignored is None, plan.shard.vocab_size
+            checks.check_label_range(target, size, self.fill(settings), name=name, names_ignored=is_callers)
         return savable(target.reshape(-1, target.shape[-1]).contiguous())
+
+    def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
+        return order.to_rows(target.long(), self.fill(settings))
+
+    def fill(self, settings: Settings) -> int:
+        """Return what stands for no id."""
+        return int(settings.ignore_index) if self.ignored is None else self.ignored
 
 
 class Ids(NamedTuple):
@@ -213,7 +225,7 @@ class GivenIdsLoss(Loss):
         return IdsOptions(settings.n_ids, settings.n_known, int(settings.ignore_index), softmax)
 
     def row_shape(self, options: Any) -> tuple[int, ...]:
-        return (options.n_ids + bool(options.n_known),)
+        return (options.n_ids,)
 
     def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         launch = GivenIds(self, options, shard) if kernels is None else kernels.given_ids.GivenIds(options, shard)

@@ -7,40 +7,28 @@ elsewhere, and nothing else of the vocabulary is read.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, reference, spec
+from vocab_parallel_ce import reference, spec
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.given_ids import RowColumns
 from vocab_parallel_ce.losses.labels import LABELS, outputs_gradient
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, RowStats
-from vocab_parallel_ce.targets import RowIds, RowNumbers, Tokens, at_rows
+from vocab_parallel_ce.targets import RowIds, RowNumbers, at_rows
 
 NO_ID = -1  # fills the set of a row that has fewer
-
-
-class KeptIds(RowColumns):
-    """``[..., k]``, the kept ids of each row; ``NO_ID`` where it has fewer."""
-
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        if settings.check_labels:
-            checks.check_label_range(target, plan.shard.vocab_size, NO_ID, name=name, names_ignored=False)
-        return super().local(name, target, tokens, settings._replace(check_labels=False), plan)
-
-    def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
-        return order.to_rows(target, NO_ID)
 
 
 class Kept(NamedTuple):
     """The targets: a label and a kept set of each row."""
 
     labels: Annotated[Tensor, RowIds()]
-    kept: Annotated[Tensor, KeptIds("kept")]
+    kept: Annotated[Tensor, RowColumns("kept", ignored=NO_ID)]
     temperature: Annotated[Tensor | None, RowNumbers(fill=1.0)] = None  # None: that of the options
 
 

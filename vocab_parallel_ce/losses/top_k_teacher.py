@@ -49,19 +49,10 @@ class RowLogProbs(RowNumbers):
         return constant(rows.contiguous(), tokens.tensor)
 
 
-class TeacherIds(RowColumns):
-    """``[..., k]``, a teacher's ids. Those that are left out are not checked."""
-
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        if settings.check_labels:
-            checks.check_label_range(target, plan.shard.vocab_size, IGNORED, name=name, names_ignored=False)
-        return super().local(name, target, tokens, settings._replace(check_labels=False), plan)
-
-
 class TopK(NamedTuple):
     """The targets: ids of a teacher's k tokens, and its log-probabilities there."""
 
-    ids: Annotated[Tensor, TeacherIds("teacher.ids")]
+    ids: Annotated[Tensor, RowColumns("teacher.ids", ignored=IGNORED)]
     log_probs: Annotated[Tensor, RowLogProbs("teacher.log_probs")]
     labels: Annotated[Tensor | None, RowIds()] = None
 
