@@ -34,7 +34,6 @@ class _Call:
     def __init__(self, group: Any, device: torch.device | None) -> None:
         self.group, self.device, self.thread = group, device, get_ident()
         self.is_pending = group_position(group)[1] > 1
-        self.others: dict[str, Any] = {}  # facts that also_compare has added
 
     def exchange(self, facts: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
         """Return the reports of all ranks. Raise the first error of a rank, or ValueError if facts differ.
@@ -166,7 +165,6 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
         elif isinstance(role, HeadStates):
             states[each] = target
             facts[f"{each}.shape"] = tuple(target.shape)
-    facts |= call.others
     for each, tensor in tensors.items():
         facts[each] = _presence(tensor)
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
@@ -192,12 +190,6 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
             _compare(f"{each}{position}", [ids_of_rank[tuple(position)].item() for ids_of_rank in by_rank])
     for each in states:
         _compare_hidden(each, [report["hidden"][each] for report in reports])
-
-
-def also_compare(facts: dict[str, Any]) -> None:
-    """Compare more of the pending call, if there is one, together with the rest: values that must be equal."""
-    if (call := _pending_call()) is not None:
-        call.others |= facts
 
 
 def _presence(tensor: Tensor | None) -> str:
