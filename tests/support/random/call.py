@@ -67,9 +67,11 @@ def size_of(upstream: Numbers) -> float:
 class Call:
     """What calls of functions with labels, targets or teachers have in common: the draw, and the oracle's options."""
 
-    def __init__(self, seed: int, device: str, impl: str, small: bool, changes: Case | None = None) -> None:
-        """``changes`` replace values of the seed's configuration."""
-        self.seed, self.draw = seed, Draw(seed, device, small)
+    def __init__(
+        self, seed: int, device: str, impl: str, small: bool, changes: Case | None = None, drawn: type[Draw] = Draw
+    ) -> None:
+        """``changes`` replace values of the seed's configuration; ``drawn`` is what the rest comes from."""
+        self.seed, self.draw = seed, drawn(seed, device, small)
         draw = self.draw
         draw.case = {**draw.case, **(changes or {})}
         self.function = draw.function.partition(",")[0].replace("one_pass", "vocab_parallel_cross_entropy")

@@ -41,7 +41,7 @@ class Draw:
     """The source of one call."""
 
     def __init__(self, seed: int, device: str, small: bool) -> None:
-        self.index = seed % len(configurations())
+        self.seed, self.index = seed, seed % len(configurations())
         self.function, self.case = configurations()[self.index]
         self.rng, self.device, self.small = random.Random(seed), device, small
         self.generator = torch.Generator(device).manual_seed(seed)
