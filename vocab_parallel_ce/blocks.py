@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from vocab_parallel_ce.environment import SAME_BITS, switch
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.shard import VocabShard
 
@@ -45,7 +46,21 @@ class StatisticsBlock(NamedTuple):
     lanes: int  # of a tile: threads, with a vector each
     vector: int  # elements of 16 bytes
     tiles: int  # of a part
-    n_parts: int  # of a row
+    n_parts: int  # of a row, or of a unit
+    units: int = 0  # side by side over the lanes; 0: the row is no whole units
+
+    def unit_width(self, shard: VocabShard) -> int:
+        """Return the columns of a unit; of the whole row, with padding, if it is none."""
+        return shard.n_columns // max(self.units, 1)
+
+    def has_edges(self, shard: VocabShard, rows_have: bool) -> bool:
+        """Return whether there are columns in no whole vector. ``rows_have``: rows do not begin or end at lines.
+
+        Of units, whether the vocabulary has a last vector that is not whole: the same on all ranks.
+        """
+        if self.units:
+            return shard.vocab_size % self.vector != 0
+        return rows_have or shard.n_valid % self.vector != 0
 
 
 class StatisticsShape(NamedTuple):
@@ -80,12 +95,41 @@ def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
     return StatisticsBlock(num_warps, lanes, vector, tiles, -(-n_columns // (lanes * vector * tiles)))
 
 
+UNITS = 8  # of a vocabulary, for the same bits on 1, 2, 4 and 8 ranks
+
+
 @functools.lru_cache(maxsize=1024)
-def statistics_shape(n_rows: int, shard: VocabShard, element_size: int, n_tensors: int) -> StatisticsShape:
+def units_of(shard: VocabShard, rank: int, n_ranks: int, element_size: int) -> int:
+    """Return how many units of the padded vocabulary a rank has; 0 if its shard is no whole units.
+
+    A unit is one eighth of the columns of all ranks. It begins at a boundary of 16 bytes if rows do. A single rank has
+    units only if the environment asks for the bits of several.
+    """
+    if n_ranks == 1 and not switch(SAME_BITS):
+        return 0
+    width = shard.n_columns * n_ranks // UNITS
+    is_equal = shard.start == rank * shard.n_columns and shard.vocab_size <= shard.n_columns * n_ranks
+    is_whole = UNITS % n_ranks == 0 and width * UNITS == shard.n_columns * n_ranks
+    return UNITS // n_ranks if is_equal and is_whole and width > 0 and width * element_size % VECTOR_BYTES == 0 else 0
+
+
+def unit_block(shard: VocabShard, units: int, element_size: int) -> StatisticsBlock:
+    """Return the launch shape of statistics of a shard of ``units``. A unit's bits depend on its width alone."""
+    lanes, vector, tiles = THREADS_PER_WARP * units, VECTOR_BYTES // element_size, 2
+    n_parts = -(-shard.n_columns // (lanes * vector * tiles))
+    return StatisticsBlock(units, lanes, vector, tiles, n_parts, units)
+
+
+@functools.lru_cache(maxsize=1024)
+def statistics_shape(
+    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, units: int = 0
+) -> StatisticsShape:
     """Return the launch shapes of statistics of a shard's rows in ``n_tensors``."""
-    block = statistics_block(shard.n_valid, element_size)
+    block = unit_block(shard, units, element_size) if units else statistics_block(shard.n_valid, element_size)
     is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
     at_once = PARTS_AT_ONCE if n_rows <= AT_ONCE_ROWS else 1
+    if units:  # more parts, of which narrow programs load more together
+        at_once = 2 * PARTS_AT_ONCE if is_cut else max(at_once, 2) if units == 1 else at_once
     return StatisticsShape(block, is_cut, at_once)
 
 

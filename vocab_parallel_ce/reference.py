@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vocab_parallel_ce.blocks import units_of
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.targets import at_columns
 
 
 def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
@@ -43,7 +46,12 @@ class _Reference:
         rank: int,
         count: Tensor | None = None,
     ) -> None:
-        local = self.loss.tile(self._columns(logits), targets, self.shard, self.options)
+        x, n_units = self._columns(logits), units_of(self.shard, rank, stats[0].shape[0], logits.element_size())
+        if n_units > 1:
+            tiles = [self.loss.tile(*unit, self.options) for unit in _units(x, targets, self.shard, n_units)]
+            local = in_tree(functools.partial(self.loss.merge, options=self.options), tiles)
+        else:
+            local = self.loss.tile(x, targets, self.shard, self.options)
         stats[0][rank] = torch.stack([getattr(local, name) for name in self.names], dim=-1)
         if count is not None:
             ignored = self.loss.ignored(targets, self.options)
@@ -53,8 +61,13 @@ class _Reference:
             self.second(logits, targets, stats, rank)
 
     def second(self, logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
-        merged = self._merged(stats)
-        stats[1][rank] = self.loss.second(self._columns(logits), targets, merged, self.shard, self.options)
+        merged, x = self._merged(stats), self._columns(logits)
+        units = [(x, targets, self.shard)]
+        n_units = units_of(self.shard, rank, stats[0].shape[0], logits.element_size())
+        if n_units > 1:
+            units = _units(x, targets, self.shard, n_units)
+        sums = [self.loss.second(x, of_unit, merged, shard, self.options) for x, of_unit, shard in units]
+        stats[1][rank] = in_tree(torch.add, sums)
 
     def outputs(
         self,
@@ -101,14 +114,39 @@ class _Reference:
         return _rows(logits)[:, : self.shard.n_valid]
 
     def _merged(self, stats: tuple[Tensor, ...]) -> Any:
-        """Merge ``stats[0] [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
+        """Merge ``stats[0] [R, N, K]`` over the ranks, in the same order on every rank."""
         record, nothing = self.loss.Stats, torch.zeros_like(stats[0][0, :, 0])
 
         def unpacked(packed: Tensor) -> Any:
             carried = dict(zip(self.names, packed.unbind(-1), strict=True))
             return record(*(carried.get(name, nothing) for name in record._fields))
 
-        return functools.reduce(functools.partial(self.loss.merge, options=self.options), map(unpacked, stats[0]))
+        ranks = list(map(unpacked, stats[0]))
+        return ranks[0] if len(ranks) == 1 else in_tree(functools.partial(self.loss.merge, options=self.options), ranks)
+
+
+def _units(x: Tensor, targets: Any, shard: VocabShard, n_units: int) -> list[tuple[Tensor, Any, VocabShard]]:
+    """Return the columns of each unit of ``x [N, n]``, what stands alongside them, and which they are."""
+    width, units = shard.n_columns // n_units, []
+    for begin in range(0, shard.n_columns, width):
+        columns, start = slice(begin, begin + width), shard.start + begin
+        unit = VocabShard(start, start + width, shard.vocab_size)
+        units.append((x[:, columns], at_columns(targets, columns), unit))
+    return units
+
+
+def in_tree(merge: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
+    """Merge neighbours, then neighbouring pairs, and so on; of more than 8 parts each 8, one after the other.
+
+    So 8 units come to the same numbers in whichever pairs, or groups of 4, they were merged before.
+    """
+    if len(parts) > 8:
+        groups = [in_tree(merge, parts[first : first + 8]) for first in range(0, len(parts), 8)]
+        return functools.reduce(merge, groups)
+    if len(parts) == 1:
+        return parts[0]
+    half = 4 if len(parts) > 4 else 2 if len(parts) > 2 else 1
+    return merge(in_tree(merge, parts[:half]), in_tree(merge, parts[half:]))
 
 
 def sum_losses(losses: Tensor, total: Tensor) -> None:
@@ -128,8 +166,8 @@ def _rows(logits: Tensor) -> Tensor:
 
 
 def _second(stats: tuple[Tensor, ...]) -> Tensor | None:
-    """Sum ``stats[1] [R, N, K]``, if there is one, over the ranks in their order."""
-    return functools.reduce(torch.add, stats[1]) if len(stats) > 1 else None
+    """Sum ``stats[1] [R, N, K]``, if there is one, over the ranks in the order in which they are merged."""
+    return in_tree(torch.add, list(stats[1])) if len(stats) > 1 else None
 
 
 def divided(value: Tensor, divisor: Tensor | None) -> Tensor:

@@ -95,7 +95,8 @@ def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
     """Return ``[1]``, what divides the losses of a mean, of the same bits on all ranks."""
     if plan.mean_over == "weights":
         index = plan.options.statistics.index("target_weight")
-        return stats[0].select(2, index).sum().view(1)  # to index with ... takes microseconds longer
+        # One rank has the label. To index with ... takes microseconds longer.
+        return stats[0].select(2, index).sum(dim=0).sum().view(1)
     ignored = plan.loss.ignored(targets, plan.options)
     if ignored is None:
         return stats[0].new_full((1,), stats[0].shape[1], dtype=torch.int64)

@@ -272,6 +272,16 @@ def at(targets: Record, rows: slice) -> Record:
     return type(targets)(*[t if t is None else role.at(t, rows) for (_, _, role, _), t in zipped])
 
 
+def at_columns(targets: Record, columns: slice) -> Record:
+    """Return the targets of some columns of this rank, as launchers take them."""
+    cut = {}
+    for field, _, role, _ in ROLES[type(targets)]:
+        target = getattr(targets, field)
+        if target is not None and isinstance(role, Columns | Grid):
+            cut[field] = target[..., columns]
+    return targets._replace(**cut)
+
+
 def with_padding(
     targets: Record, settings: Settings, rank: int, n_ranks: int, subject: str = LOGITS
 ) -> tuple[Record, Settings]:

@@ -12,6 +12,7 @@ from vocab_parallel_ce.integrations.log_probs import kept_logits
 
 pytestmark = pytest.mark.reference
 SWITCHES = (environment.VERIFY, environment.TRANSFORMERS, environment.VERL)
+ALL_SWITCHES = (*SWITCHES, environment.SAME_BITS)
 STATES = """
 import importlib.util, os, sys
 from unittest import mock
@@ -29,7 +30,7 @@ print(*states)
 """
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", ALL_SWITCHES)
 def test_the_words_of_a_switch(monkeypatch, name):
     words = {"1": True, "true": True, "YES": True, "on": True, " 1 ": True}
     words |= dict.fromkeys(("", "0", "false", "No", "OFF"), False)

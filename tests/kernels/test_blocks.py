@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from vocab_parallel_ce import blocks
+from vocab_parallel_ce import blocks, environment
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, choose_block, one_pass_config
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
+from vocab_parallel_ce.shard import VocabShard
 
 pytestmark = pytest.mark.reference
 
@@ -137,3 +138,38 @@ class Buffer:
             if len(waiting) == self.chunks_per_wait or i == self.chunks - 1:
                 self.refill(*waiting)
                 waiting = []
+
+
+@pytest.mark.parametrize(
+    ("shard", "rank", "n_ranks", "size", "units"),
+    [
+        (VocabShard(0, 64128, 128256), 0, 2, 2, 4),
+        (VocabShard(112224, 128256, 128256), 7, 8, 2, 1),
+        (VocabShard(25152, 50304, 50257), 1, 2, 2, 4),  # padded
+        (VocabShard(0, 25129, 50257), 0, 2, 2, 0),  # an eighth is no whole number
+        (VocabShard(0, 20, 40), 0, 2, 2, 0),  # of 10 bytes
+        (VocabShard(0, 32, 96), 0, 3, 2, 0),  # three ranks
+        (VocabShard(40, 64, 64), 1, 2, 4, 0),  # the first has more columns
+        (VocabShard(0, 32, 96), 0, 2, 4, 0),  # the others have more
+        (VocabShard(0, 128256, 128256), 0, 1, 2, 0),  # one rank, unless asked
+    ],
+)
+def test_units_are_eighths_of_equal_shards(shard, rank, n_ranks, size, units):
+    assert blocks.units_of(shard, rank, n_ranks, size) == units
+
+
+def test_one_rank_has_units_if_the_environment_asks(monkeypatch):
+    monkeypatch.setenv(environment.SAME_BITS, "1")
+    blocks.units_of.cache_clear()
+    assert blocks.units_of(VocabShard(0, 128256, 128256), 0, 1, 2) == 8
+    blocks.units_of.cache_clear()
+
+
+@pytest.mark.parametrize("units", [1, 2, 4, 8])
+def test_a_unit_has_the_same_tiles_on_any_number_of_ranks(units):
+    """Also where a rank's last column is within a vector, and elsewhere not."""
+    shard = VocabShard(0, units * 6288, 50257)
+    block = blocks.unit_block(shard, units, 2)
+    assert (block.lanes // units, block.tiles, block.n_parts, block.unit_width(shard)) == (32, 2, 13, 6288)
+    assert block.has_edges(shard, False) is True
+    assert block.has_edges(VocabShard(0, units * 6288, 50304), True) is False

@@ -34,6 +34,7 @@ FLOOR = 0.9
 SELF = "tests/project/test_mutations.py"  # finds every fault: its text is not the package's
 INTERPRETED = "-m interpreter"
 NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test_ranks.py tests/test_random_calls.py"
+NUMBERS += " tests/conformance/test_same_bits.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py tests/soft/test_topk_log_probs.py"

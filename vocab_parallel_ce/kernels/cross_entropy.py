@@ -39,7 +39,6 @@ from vocab_parallel_ce.kernels.labels import (
     logits_gradient,
     merge_ranks,
     row_factors,
-    stats_of_row,
     store_outputs,
     uniform_part,
 )
@@ -72,20 +71,17 @@ def loss_kernel(
     mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
     total,  # [] fp32, out: the sum of the losses of a single program; or None
-    n_ranks,
     vocab_size,
     loss_options,  # option_arguments
     n_rows,
-    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
-    ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
-    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
+    merged = merge_ranks(stats, rows, inside, n_rows, loss_options, RANKS)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
     weight = 1.0
     if divisor is not None:
@@ -124,8 +120,8 @@ def token_outputs(shard: VocabShard, options: LossOptions) -> Callable[..., None
 
 @cache_launches
 def _outputs(block: int, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block}
-    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32)
+    constants = {"RANKS": n_ranks, "ROWS": block}
+    return Launch(loss_kernel, (vocab_size, options), constants, num_warps=block // 32)
 
 
 class ShardSizes(NamedTuple):
@@ -162,12 +158,11 @@ def cross_entropy_kernel(
     layout,  # RowLayout of logits and of grad_logits
     grad_strides,  # GradOutputs of numbers or None
     sizes,  # ShardSizes
-    n_ranks,
     loss_options,  # option_arguments
     n_rows,
     shard_start,
     n_programs,  # of a row; each writes every n_programs-th tile
-    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    RANKS: tl.constexpr,
     IS_CUT: tl.constexpr,  # whether n_programs is not 1
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
@@ -182,9 +177,7 @@ def cross_entropy_kernel(
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
         loss_options = LossOptions(*loss_options[:-1], ops.row_least(threshold, row, live))  # type: ignore[call-arg]
-    ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    merged = merge_ranks(pointers, ranks < n_ranks, loss_options)
+    merged = merge_ranks(stats, row, True, n_rows, loss_options, RANKS)
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
@@ -295,8 +288,8 @@ def _gradient(
 ) -> Launch:
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut}
-    values = (GradOutputs(*strides), sizes, n_ranks, options)
+    constants = {"RANKS": n_ranks, "IS_CUT": is_cut}
+    values = (GradOutputs(*strides), sizes, options)
     return walk_launch(cross_entropy_kernel, rows, values, block, **constants)
 
 

@@ -95,10 +95,15 @@ def plus(total, stats, loss_options):
 
 
 @triton.jit
+def record(numbers):
+    return DivergenceStats(*numbers)
+
+
+@triton.jit
 def empty(at_label, LANES: tl.constexpr):
     zeros = tl.zeros([LANES], tl.float32)
     lowest = tl.full([LANES], float("-inf"), tl.float32)
-    return DivergenceStats(lowest, zeros, lowest, zeros, zeros, at_label, zeros)
+    return DivergenceStats(lowest, zeros, lowest, zeros, zeros, zeros + at_label, zeros)
 
 
 @triton.jit
@@ -106,7 +111,7 @@ def tile(stats, tile, row):
     loss_options = row.loss_options
     x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
     student_max, teacher_max = tl.max(x, axis=1), tl.max(w, axis=1)
-    cross, target = tl.zeros_like(student_max), tl.full((), float("-inf"), tl.float32)
+    cross, target = tl.zeros_like(student_max), tl.full(student_max.shape, float("-inf"), tl.float32)
     hard_sum = cross
     if stats is not None:
         student_max = tl.maximum(stats.student_max, student_max)
@@ -130,42 +135,39 @@ def tile(stats, tile, row):
 
 
 @triton.jit
-def merge_lanes(a, b, loss_options):
-    """The label's logit is that of ``a``: lanes have one together."""
+def merge_pair(a, b, loss_options):
     zeros = tl.zeros_like(a.student_sum)
     student_max, teacher_max = tl.maximum(a.student_max, b.student_max), tl.maximum(a.teacher_max, b.teacher_max)
-    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, a.target, zeros)
+    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, tl.maximum(a.target, b.target), zeros)
     return plus(plus(total, b, loss_options), a, loss_options)
 
 
 @triton.jit
 def merge(stats, loss_options):
-    """The label's logit is merged already: lanes have one together."""
     zeros = tl.zeros_like(stats.student_sum)
-    student_max, teacher_max = tl.max(stats.student_max, axis=0), tl.max(stats.teacher_max, axis=0)
-    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, stats.target, zeros)
+    student_max, teacher_max = tl.max(stats.student_max, axis=1), tl.max(stats.teacher_max, axis=1)
+    target = tl.max(stats.target, axis=1)
+    total = DivergenceStats(student_max[:, None], zeros, teacher_max[:, None], zeros, zeros, stats.target, zeros)
     raised = plus(total, stats, loss_options)
-    student_sum, teacher_sum = tl.sum(raised.student_sum, axis=0), tl.sum(raised.teacher_sum, axis=0)
-    cross, hard_sum = tl.sum(raised.cross, axis=0), tl.sum(raised.hard_sum, axis=0)
-    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, stats.target, hard_sum)
+    student_sum, teacher_sum = tl.sum(raised.student_sum, axis=1), tl.sum(raised.teacher_sum, axis=1)
+    cross, hard_sum = tl.sum(raised.cross, axis=1), tl.sum(raised.hard_sum, axis=1)
+    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
 
 
 @triton.jit
 def load(pointers, mask, loss_options, step):
-    """The label's logit is merged."""
     student_max = tl.load(pointers, mask, other=float("-inf"))
     student_sum = tl.load(pointers + step, mask, other=0.0)
     teacher_max = tl.load(pointers + 2 * step, mask, other=float("-inf"))
     teacher_sum = tl.load(pointers + 3 * step, mask, other=0.0)
     pointers += 4 * step
-    cross = tl.zeros_like(student_sum)
-    hard_sum = tl.zeros_like(student_sum)
-    target = hard_sum
+    zeros = tl.zeros_like(student_sum)
+    cross, hard_sum, target = zeros, zeros, zeros
     if loss_options.beta is None:
         cross = tl.load(pointers, mask, other=0.0)
         pointers += step
     if loss_options.hard_weight is not None:
-        target = tl.max(tl.load(pointers, mask, other=float("-inf")), axis=0)
+        target = tl.load(pointers, mask, other=float("-inf"))
         hard_sum = tl.load(pointers + step, mask, other=0.0)
     return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
 
@@ -261,7 +263,7 @@ def mixture(sums, tile, pair):
 
 @triton.jit
 def merge_mixture(sums):
-    return tl.sum(sums[0], axis=0) * 0.6931471805599453, tl.sum(sums[1], axis=0) * 0.6931471805599453
+    return tl.sum(sums[0], axis=1) * 0.6931471805599453, tl.sum(sums[1], axis=1) * 0.6931471805599453
 
 
 @triton.jit
@@ -313,7 +315,7 @@ def gradient(factors, tile, row):
     return grad * factors.weight
 
 
-ALGEBRA = Algebra(empty, tile, merge_lanes, merge, load, store, loss, factors, gradient, mixture, merge_mixture)
+ALGEBRA = Algebra(record, empty, tile, merge_pair, merge, load, store, loss, factors, gradient, mixture, merge_mixture)
 
 
 def kernel_options(options: DivergenceOptions) -> KernelOptions:

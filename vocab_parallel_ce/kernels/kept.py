@@ -100,11 +100,10 @@ def kept_gradient_kernel(
     layout,  # RowLayout of logits
     sizes,  # IdsSizes
     grad_strides,  # GradOutputs of numbers or None
-    n_ranks,
     loss_options,  # option_arguments
     n_rows,
     shard_start,
-    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    RANKS: tl.constexpr,
     LANES: tl.constexpr,  # k rounded up to a power of two
 ):
     """Example: the loss of ``x = [1, 3, 2]``, kept ``[0, 1]``, label 1: ``[0.1192, -0.1192]`` in columns 0 and 1."""
@@ -115,9 +114,7 @@ def kept_gradient_kernel(
     if temperature is not None:
         t = ops.row_temperature(temperature, row, live)
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
-    ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    merged = merge_ranks(pointers, ranks < n_ranks, loss_options)
+    merged = merge_ranks(stats, row, True, n_rows, loss_options, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, None, None, None)
     factors = row_factors(merged, label, live, 1.0, grads, grad_strides, row, sizes.vocab_size, loss_options)
     x = tl.load(logits + ops.row_begin(row, layout) + column, owned, other=float("-inf"))
@@ -172,6 +169,6 @@ def _gradient(
     rows: Rows, k: int, strides: tuple[int | None, ...], n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
     lanes, num_warps = lanes_of(k)
-    values = (RowLayout(*rows[0]), _sizes(k, shard), GradOutputs(*strides), n_ranks, options)
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), **lanes}
+    values = (RowLayout(*rows[0]), _sizes(k, shard), GradOutputs(*strides), options)
+    constants = {"RANKS": n_ranks, **lanes}
     return Launch(kept_gradient_kernel, values, constants, num_warps=num_warps)

@@ -47,69 +47,121 @@ def log_sum_exp(stats):
 
 
 @triton.jit
-def stats_of_row(stats, row, loss_options):
-    """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
+def n_statistics(loss_options):
+    """Return K."""
     n_smoothing = 2 * (loss_options.smoothing is not None or loss_options.mean_logit is not None)
     n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
     n_others += loss_options.class_weight is not None
     n_others += loss_options.sum_sq_probs is not None
-    return stats + row * (3 + n_smoothing + n_others)
+    return 3 + n_smoothing + n_others
 
 
 @triton.jit
-def merge_ranks(pointers, mask, loss_options):
-    """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
+def stats_of_row(stats, row, loss_options):
+    """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
+    return stats + row * n_statistics(loss_options)
 
-    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6 cannot
-    return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the same bits.
+
+@triton.jit
+def load_stats(pointers, mask, loss_options, step):
+    """Return the ``RowStats`` at ``pointers``, whose numbers are side by side; what ``mask`` excludes has no columns.
+
+    Statistics that no option needs are 0: Triton 3.6 cannot return None in a tuple.
     """
     row_max = tl.load(pointers, mask, other=float("-inf"))
     others_sum = tl.load(pointers + 1, mask, other=0.0)
     target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
-    merged_max = tl.max(row_max, axis=0)
-    shift = ops.finite_or_zero(merged_max)
-    scale = ops.exp_shifted(row_max, shift)
-    merged_sum = tl.sum(others_sum * scale, axis=0)
-    shifted_sum = 0.0
-    all_columns = 0.0  # the merged number is vocab_size; only that of weights is needed
-    exp_shifted_sum = 0.0
-    argmax = 0.0
-    target_weight = 0.0
-    sum_exp_sq = 0.0
+    zeros = tl.zeros_like(others_sum)
+    shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq = (
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+    )
     pointers += 3
     if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        shifted = tl.load(pointers, mask, other=0.0)
+        shifted_sum = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
-        shifted_sum = tl.sum(shifted + n_columns * ops.raised_by(row_max, shift), axis=0)
-        if loss_options.class_weight is not None:
-            all_columns = tl.sum(n_columns, axis=0)
         pointers += 2
     if loss_options.entropy is not None:
-        exp_times_shifted = tl.load(pointers, mask, other=0.0)
-        all_sum = others_sum + label_exp(row_max, target_logit)
-        moved = exp_times_shifted + all_sum * ops.bounded(ops.raised_by(row_max, shift))
-        exp_shifted_sum = tl.sum(moved * scale, axis=0)
+        exp_shifted_sum = tl.load(pointers, mask, other=0.0)
         pointers += 1
     if loss_options.predictions is not None:
-        first = tl.load(pointers, mask, other=float("inf"))
-        argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
+        argmax = tl.load(pointers, mask, other=float("inf"))
         pointers += 1
     if loss_options.class_weight is not None:
-        target_weight = tl.sum(tl.load(pointers, mask, other=0.0), axis=0)
+        target_weight = tl.load(pointers, mask, other=0.0)
         pointers += 1
     if loss_options.sum_sq_probs is not None:
-        sum_exp_sq = tl.sum(tl.load(pointers, mask, other=0.0) * scale * scale, axis=0)
-    merged_target = tl.max(target_logit, axis=0)
+        sum_exp_sq = tl.load(pointers, mask, other=0.0)
     return RowStats(
-        merged_max,
-        merged_sum,
-        merged_target,
+        row_max,
+        others_sum,
+        target_logit,
         shifted_sum,
-        all_columns,
+        n_columns,
         exp_shifted_sum,
         argmax,
         target_weight,
         sum_exp_sq,
+    )
+
+
+@triton.jit
+def row_stats(numbers):
+    """Return the ``RowStats`` of these numbers."""
+    return RowStats(*numbers)
+
+
+@triton.jit
+def merge_pair(a, b, loss_options):
+    """Return the ``RowStats`` of two sets of columns. Fused multiplications are written out, as in ``lanes``."""
+    row_max = tl.maximum(a.row_max, b.row_max)
+    shift = ops.finite_or_zero(row_max)
+    # One of the two has the maximum.
+    decay = ops.exp_shifted(tl.minimum(a.row_max, b.row_max), shift)
+    is_a = a.row_max >= b.row_max
+    a_decay, b_decay = tl.where(is_a, 1.0, decay), tl.where(is_a, decay, 1.0)
+    others_sum = tl.fma(a.others_sum, a_decay, b.others_sum * b_decay)
+    target_logit = tl.maximum(a.target_logit, b.target_logit)
+    shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq = a[3:]
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
+        shifted_sum = tl.fma(a.n_columns, ops.raised_by(a.row_max, shift), a.shifted_sum)
+        shifted_sum += tl.fma(b.n_columns, ops.raised_by(b.row_max, shift), b.shifted_sum)
+        n_columns = a.n_columns + b.n_columns
+    if loss_options.entropy is not None:
+        a_raised, b_raised = ops.raised_by(a.row_max, shift), ops.raised_by(b.row_max, shift)
+        a_sum = tl.fma(sum_exp(a), ops.bounded(a_raised), a.exp_shifted_sum)
+        b_sum = tl.fma(sum_exp(b), ops.bounded(b_raised), b.exp_shifted_sum)
+        exp_shifted_sum = tl.fma(a_sum, a_decay, b_sum * b_decay)
+    if loss_options.predictions is not None:
+        a_first = tl.where(a.row_max == row_max, a.argmax, float("inf"))
+        argmax = tl.minimum(a_first, tl.where(b.row_max == row_max, b.argmax, float("inf")))
+    if loss_options.class_weight is not None:
+        target_weight = a.target_weight + b.target_weight
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.fma(a.sum_exp_sq, a_decay * a_decay, b.sum_exp_sq * (b_decay * b_decay))
+    return RowStats(
+        row_max,
+        others_sum,
+        target_logit,
+        shifted_sum,
+        n_columns,
+        exp_shifted_sum,
+        argmax,
+        target_weight,
+        sum_exp_sq,
+    )
+
+
+@triton.jit
+def merge_ranks(stats, rows, inside, n_rows, loss_options, RANKS: tl.constexpr):
+    """Return the ``RowStats`` of a row, or of a vector of rows, from ``stats [RANKS, n_rows, K]``."""
+    width = n_statistics(loss_options)
+    return ops.merge_ranks(
+        stats + rows * width, n_rows.to(tl.int64) * width, inside, loss_options, load_stats, merge_pair, RANKS
     )
 
 

@@ -3,6 +3,9 @@
 A lane has one 16-byte vector of each tile. A part is TILES tiles. :func:`merge_lanes` merges what a lane knows of
 two sets of columns, the first of which comes before the second: the tiles of a part, one after the other, and then
 the parts. So the bits of a row depend on its width alone, and not on which program has which part.
+
+If the row is UNITS units, these lie side by side over the lanes: each has 32 lanes of its own, a warp, and a tile has
+the next columns of each. So what the lanes know of a unit depends on nothing else.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -27,7 +30,10 @@ class Row(NamedTuple):
     target: tl.tensor  # the label's logit
     owned: tl.tensor  # whether the label is among the columns
     target_vector: tl.tensor  # begin of the label's vector, from first; negative if it is not in the body
-    lane_columns: tl.tensor  # tile_columns
+    unit_width: tl.tensor  # columns of a unit
+    lane_ends: tl.tensor  # of the body, or of each lane's unit in it, from first
+    lane_vectors: tl.tensor  # the first column of each lane in the row's first tile, from first
+    lane_columns: tl.tensor  # all of them
 
 
 class LaneStats(NamedTuple):
@@ -77,8 +83,8 @@ def tile_stats(row, tile, class_weight, loss_options, HAS_EDGES: tl.constexpr):
     zeros = tl.zeros([LANES], tl.float32)
     shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq = zeros, zeros, zeros, zeros
     columns = tile + row.lane_columns
-    vectors = tile + tl.arange(0, LANES) * VECTOR
-    lane_inside = (vectors < row.width) & (vectors != row.target_vector)
+    vectors = tile + row.lane_vectors
+    lane_inside = (vectors < row.lane_ends) & (vectors != row.target_vector)
     inside = lane_inside[:, None] & (columns < row.width)
     z = load_logits(row.logits + row.first + columns, inside, loss_options)
     lane_max = tl.max(z, axis=1)
@@ -132,9 +138,11 @@ def merge_lanes(a, b, loss_options):
 
 
 @triton.jit
-def part_stats(row, part, class_weight, loss_options, HAS_EDGES: tl.constexpr, TILES: tl.constexpr):
+def part_stats(
+    row, part, class_weight, loss_options, HAS_EDGES: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr
+):
     """Return the ``LaneStats`` of a part of a row, except the label's vector; ``part`` is as ``tile`` above."""
-    width: tl.constexpr = row.lane_columns.numel  # of a tile
+    width: tl.constexpr = row.lane_columns.numel // max(UNITS, 1)  # of a tile
     lanes = tile_stats(row, part, class_weight, loss_options, HAS_EDGES)
     for i in tl.static_range(1, TILES):
         tile = tile_stats(row, part + i * width, class_weight, loss_options, HAS_EDGES)
@@ -143,11 +151,22 @@ def part_stats(row, part, class_weight, loss_options, HAS_EDGES: tl.constexpr, T
 
 
 @triton.jit
-def walk_parts(row, class_weight, loss_options, HAS_EDGES: tl.constexpr, TILES: tl.constexpr, UNROLLED: tl.constexpr):
+def walk_parts(
+    row,
+    class_weight,
+    loss_options,
+    HAS_EDGES: tl.constexpr,
+    UNITS: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
     """Return the ``LaneStats`` of a row's body, except the label's vector; loads UNROLLED parts at a time."""
-    lanes = no_columns(row.lane_columns.shape[0])
-    for part in tl.range(0, row.width, row.lane_columns.numel * TILES, loop_unroll_factor=UNROLLED):
-        lanes = merge_lanes(lanes, part_stats(row, part, class_weight, loss_options, HAS_EDGES, TILES), loss_options)
+    lanes, end = no_columns(row.lane_columns.shape[0]), row.width
+    if UNITS > 0:
+        end = tl.minimum(end, row.unit_width)
+    for part in tl.range(0, end, row.lane_columns.numel // max(UNITS, 1) * TILES, loop_unroll_factor=UNROLLED):
+        stats = part_stats(row, part, class_weight, loss_options, HAS_EDGES, UNITS, TILES)
+        lanes = merge_lanes(lanes, stats, loss_options)
     return lanes
 
 

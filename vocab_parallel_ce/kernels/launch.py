@@ -162,6 +162,12 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
 
 
 @functools.lru_cache(maxsize=1024)
+def begin_at_vectors(rows: Rows, element_size: int) -> bool:
+    """Return whether rows begin at boundaries of 16 bytes."""
+    return RowLayout(*rows[0]).pitch * element_size % VECTOR_BYTES == 0
+
+
+@functools.lru_cache(maxsize=1024)
 def _contiguous_rows(n_columns: int, element_size: int) -> Rows:
     return (0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0
 

@@ -10,19 +10,17 @@ bytes per row, and of few rows 1 KiB per part and field. It does not read ignore
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape
+from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape, units_of
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.label_rows import label_weight, load_loose_columns, locate_row, merge_columns
 from vocab_parallel_ce.kernels.lanes import (
-    Row,
-    exp_squared,
-    exp_times_shifted,
     lane_pointers,
     load_logits,
     merge_parts,
@@ -30,19 +28,11 @@ from vocab_parallel_ce.kernels.lanes import (
     store_lanes,
     walk_parts,
 )
-from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
+from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches, row_arguments
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowStats
-
-
-class LooseColumns(NamedTuple):
-    """What the walk leaves out, except the label: the row's edges and the rest of the label's vector."""
-
-    z: tl.tensor
-    offset: tl.tensor
-    inside: tl.tensor
+from vocab_parallel_ce.spec import LossOptions
 
 
 @triton.jit
@@ -55,114 +45,6 @@ def count_labels(labels, n_rows, ignore_index):
         label = tl.load(labels + rows, inside, other=0).to(tl.int64)
         count += (inside & (label != ignore_index)).to(tl.int32)
     return tl.sum(count)
-
-
-@triton.jit
-def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the ``Row`` whose label is in ``column``, which may be outside ``[0, n_columns)``."""
-    begin = ops.row_begin(row, layout)
-    first, width = ops.row_body(begin, n_columns, VECTOR)
-    owned = (column >= 0) & (column < n_columns)
-    target = begin + column
-    target_vector = (target - first) // VECTOR * VECTOR
-    in_body = owned & (target >= first) & (target_vector < width)
-    target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
-    lane_columns = ops.tile_columns(LANES, VECTOR)
-    return Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
-
-
-@triton.jit
-def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
-    """Return ``spec.label_weights`` of one row. ``owned`` is false if the label is ``ignore_index``."""
-    weight = tl.load(class_weight + column, owned, other=0.0)
-    return ops.at_the_edges(weight, label, vocab_size, loss_options)
-
-
-@triton.jit
-def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
-    """Return the ``LooseColumns`` of a row."""
-    VECTOR: tl.constexpr = row.lane_columns.shape[1]
-    vector = row.first + row.target_vector
-    if HAS_EDGES:
-        lane = tl.arange(0, 32 * VECTOR)
-        offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
-        # The first 16 vectors of lanes are the edges', the next one is the label's.
-        vector_lane = lane - 16 * VECTOR
-        is_edge = vector_lane < 0
-        offset = tl.where(is_edge, offset, vector + vector_lane)
-        inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (row.target_vector >= 0))
-    else:
-        lane = tl.arange(0, VECTOR)
-        offset = vector + lane
-        inside = (lane < VECTOR) & (row.target_vector >= 0)
-    inside &= offset != row.target
-    return LooseColumns(load_logits(row.logits + offset, inside, loss_options), offset, inside)
-
-
-@triton.jit
-def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
-    """Return the row's first column with ``row_max``, int64.
-
-    Each lane knows the first tile with its maximum. Its vector there is read again.
-    """
-    VECTOR: tl.constexpr = row.lane_columns.shape[1]
-    # Unchanged: from Triton 3.8 on, the compiler sees only here that the tile's vectors are aligned.
-    max_tile = lanes.max_tile // VECTOR * VECTOR
-    columns = max_tile[:, None] + row.lane_columns
-    is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
-    z = load_logits(row.logits + row.first + columns, is_read, loss_options)
-    columns = tl.where(z == tl.max(z), columns, 2147483647)
-    argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
-    loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
-    argmax = tl.minimum(argmax, tl.min(loose_columns))
-    is_target = row.owned & (target_logit == row_max)
-    return tl.minimum(argmax, tl.where(is_target, row.target - row.begin, 2147483647))
-
-
-@triton.jit
-def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options):
-    """Merge the lanes, the loose columns and the label to a ``RowStats``."""
-    row_max = tl.maximum(tl.maximum(tl.max(lanes.max), tl.max(loose.z)), target_logit)
-    shift = ops.finite_or_zero(row_max)
-    decay = ops.exp_shifted(lanes.max, shift)
-    others_sum = tl.sum(lanes.sum * decay) + tl.sum(ops.exp_shifted(loose.z, shift))
-    # A maximum may pass over a NaN.
-    others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
-    shifted_sum = 0.0
-    exp_shifted_sum = 0.0
-    argmax = 0.0
-    sum_exp_sq = 0.0
-    all_weights = 0.0
-    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        if class_weight is not None:
-            loose_weights = tl.load(class_weight + (loose.offset - row.begin), loose.inside, other=0.0)
-            all_weights = tl.sum(lanes.n_columns) + tl.sum(loose_weights) + tl.where(row.owned, target_weight, 0.0)
-        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
-        loose_shifted = tl.where(loose.inside, loose.z - shift, 0.0)
-        if class_weight is not None:
-            loose_shifted = ops.weighted_class(loose_shifted, loose_weights)
-        shifted_sum += tl.sum(loose_shifted)
-        target_shifted = tl.where(row.owned, target_logit - shift, 0.0)
-        if class_weight is not None:
-            target_shifted = ops.weighted_class(target_shifted, target_weight)
-        shifted_sum += target_shifted
-    if loss_options.entropy is not None:
-        lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
-        exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
-        exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
-    if loss_options.sum_sq_probs is not None:
-        sum_exp_sq = tl.sum(lanes.sum_exp_sq * decay * decay)
-        sum_exp_sq += tl.sum(exp_squared(loose.z, shift)) + exp_squared(target_logit, shift)
-    if loss_options.predictions is not None:
-        column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
-        is_finite = tl.abs(row_max) < float("inf")
-        argmax = tl.where(is_finite, (column + shard_start).to(tl.float32), float("inf"))
-    n_columns = row.n_columns.to(tl.float32)
-    if loss_options.smoothing is not None and class_weight is not None:
-        n_columns = all_weights
-    return RowStats(
-        row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq
-    )
 
 
 @triton.jit
@@ -200,11 +82,13 @@ def part_kernel(
     class_weight,  # [n_columns] fp32, or None
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
+    unit_width,
     n_parts,
     loss_options,  # option_arguments
     n_rows,
     shard_start,
     HAS_EDGES: tl.constexpr,
+    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
@@ -225,9 +109,9 @@ def part_kernel(
         least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
-    first = (program % n_parts) * (LANES * VECTOR * TILES)
-    lanes = part_stats(row, first, class_weight, loss_options, HAS_EDGES, TILES)
+    row = locate_row(logits, index, layout, n_columns, unit_width, label - shard_start, UNITS, LANES, VECTOR)
+    first = (program % n_parts) * (LANES // max(UNITS, 1) * VECTOR * TILES)
+    lanes = part_stats(row, first, class_weight, loss_options, HAS_EDGES, UNITS, TILES)
     store_lanes(lane_pointers(parts, program, loss_options, LANES), lanes, loss_options)
 
 
@@ -243,6 +127,7 @@ def online_softmax_kernel(
     class_weight,  # [n_columns] fp32, or None
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
+    unit_width,
     n_parts,
     vocab_size,
     stats_width,  # numbers from a row of stats to the next one
@@ -251,6 +136,7 @@ def online_softmax_kernel(
     shard_start,
     stats_start,  # this rank's first row in stats
     HAS_EDGES: tl.constexpr,
+    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
@@ -278,9 +164,9 @@ def online_softmax_kernel(
     if threshold is not None:
         least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
-    row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
+    row = locate_row(logits, index, layout, n_columns, unit_width, label - shard_start, UNITS, LANES, VECTOR)
     if parts is None:
-        lanes = walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
+        lanes = walk_parts(row, class_weight, loss_options, HAS_EDGES, UNITS, TILES, UNROLLED)
     else:
         lanes = merge_parts(parts, index * n_parts, n_parts, loss_options, LANES, UNROLLED)
     loose = load_loose_columns(row, loss_options, HAS_EDGES)
@@ -288,7 +174,9 @@ def online_softmax_kernel(
     target_weight = 0.0
     if class_weight is not None:
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
-    merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
+    merged = merge_columns(
+        row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options, HAS_EDGES, UNITS
+    )
     store_stats(stats + (stats_start + index) * stats_width, merged, loss_options)
 
 
@@ -296,8 +184,10 @@ def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., Non
     """Return the launcher of the statistics."""
 
     @cache_launches
-    def launches(rows: Rows, n_rows: int, size: int, width: int) -> tuple[StatisticsBlock, Launch, Launch | None]:
-        shape = statistics_shape(n_rows, shard, size, 1)
+    def launches(
+        rows: Rows, n_rows: int, size: int, width: int, units: int
+    ) -> tuple[StatisticsBlock, Launch, Launch | None]:
+        shape = statistics_shape(n_rows, shard, size, 1, units)
         part_launch = _launch_of_parts(rows, shape, shard, options) if shape.is_cut else None
         return shape.block, _launch(rows, shape, shard, options, width), part_launch
 
@@ -311,7 +201,9 @@ def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., Non
         labels, class_weight, temperature, threshold = targets
         n_rows = labels.shape[0]
         base, rows = row_arguments(logits)
-        block, launch, part_launch = launches(rows, n_rows, logits.dtype.itemsize, stats[0].shape[2])
+        size = logits.dtype.itemsize
+        units = units_of(shard, rank, stats[0].shape[0], size) if begin_at_vectors(rows, size) else 0
+        block, launch, part_launch = launches(rows, n_rows, size, stats[0].shape[2], units)
         parts, counted = None, count
         if part_launch is not None:
             parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
@@ -338,13 +230,15 @@ def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: Loss
         if options.softcap is None and torch.version.hip is None:
             # Two do not. Without the bound, ptxas takes 32 and loads the second part when it has used the first.
             at_once, compiler = 2, {"maxnreg": 64}
-    values = (shard.n_valid, block.n_parts, shard.vocab_size, width, options)
+    elif block.units > 1 and not is_cut and n_lane_fields(options) == 2 and torch.version.hip is None:
+        compiler = {"maxnreg": 48}  # likewise: it takes 40
+    values = (shard.n_valid, block.unit_width(shard), block.n_parts, shard.vocab_size, width, options)
     return _walk_launch(online_softmax_kernel, rows, values, block, shard, compiler, UNROLLED=at_once)
 
 
 @cache_launches
 def _launch_of_parts(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
-    values = (shard.n_valid, shape.block.n_parts, options)
+    values = (shard.n_valid, shape.block.unit_width(shard), shape.block.n_parts, options)
     return _walk_launch(part_kernel, rows, values, shape.block, shard, {})
 
 
@@ -358,6 +252,6 @@ def _walk_launch(
     **more: int,
 ) -> Launch:
     layout, has_edges = rows
-    constants = {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes}
+    constants = {"HAS_EDGES": block.has_edges(shard, has_edges), "UNITS": block.units, "LANES": block.lanes}
     constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
     return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, **compiler)

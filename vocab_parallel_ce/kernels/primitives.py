@@ -52,6 +52,23 @@ def row_body(begin, n_columns, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def unit_body(begin, n_columns, VECTOR: tl.constexpr):
+    """Return ``(first, width)`` of the body of a row that is whole units: it and they begin at boundaries of 16 bytes.
+
+    Its only edge is a last vector that is partly padding.
+    """
+    return begin // VECTOR * VECTOR, n_columns // VECTOR * VECTOR
+
+
+@triton.jit
+def unit_lanes(unit_width, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Return where each lane's unit begins, and its first column; a unit has 32 lanes, a warp."""
+    lane = tl.arange(0, LANES)
+    unit_begin = lane // 32 * (unit_width // VECTOR) * VECTOR
+    return unit_begin, unit_begin + lane % 32 * VECTOR
+
+
+@triton.jit
 def tiles_of_program(n_rows, n_programs, IS_CUT: tl.constexpr, WIDTH: tl.constexpr):
     """Return a program's row (int64), its first tile, and the step to its next tile."""
     program, begin_tile, step = tl.program_id(0), 0, WIDTH
@@ -80,6 +97,53 @@ def edge_offsets(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
     is_head = lane < line
     offset = tl.where(is_head, begin + lane, first + width + lane - line)
     return offset, offset < tl.where(is_head, tl.minimum(first, end), end)
+
+
+@triton.jit
+def merge_tree(stats, loss_options, MERGE: tl.constexpr, RECORD: tl.constexpr):
+    """Return the statistics of a row from those of its units, ``[n]``: a power of two, neighbours first.
+
+    So the numbers of 8 units do not depend on how many of them a rank has merged already. ``MERGE(a, b, loss_options)``
+    merges the statistics of two sets of columns, which ``RECORD(numbers)`` makes of their numbers.
+    """
+    if stats[0].shape[0] == 1:
+        merged = RECORD([tl.sum(x) for x in stats])
+    else:
+        pairs = [tl.split(tl.reshape(x, [x.shape[0] // 2, 2])) for x in stats]
+        merged = MERGE(RECORD([x[0] for x in pairs]), RECORD([x[1] for x in pairs]), loss_options)
+        merged = merge_tree(merged, loss_options, MERGE, RECORD)
+    return merged
+
+
+@triton.jit
+def merge_neighbours(pointers, step, mask, loss_options, LOAD: tl.constexpr, MERGE: tl.constexpr, RANKS: tl.constexpr):
+    """Return the statistics of RANKS ranks, ``step`` apart, merged as in :func:`merge_tree`."""
+    if RANKS == 1:
+        merged = LOAD(pointers, mask, loss_options, 1)
+    else:
+        HALF: tl.constexpr = 4 if RANKS > 4 else 2 if RANKS > 2 else 1
+        a = merge_neighbours(pointers, step, mask, loss_options, LOAD, MERGE, HALF)
+        b = merge_neighbours(pointers + HALF * step, step, mask, loss_options, LOAD, MERGE, RANKS - HALF)
+        merged = MERGE(a, b, loss_options)
+    return merged
+
+
+@triton.jit
+def merge_ranks(pointers, step, mask, loss_options, LOAD: tl.constexpr, MERGE: tl.constexpr, RANKS: tl.constexpr):
+    """Return the statistics of all ranks, of a row or of a vector of rows; ``pointers`` are the first rank's.
+
+    Every rank merges the same numbers in the same order, so all ranks get the same bits. Of more than 8 ranks each 8
+    are a tree, one after the other.
+    """
+    merged = merge_neighbours(pointers, step, mask, loss_options, LOAD, MERGE, min(RANKS, 8))
+    for _ in range(8, RANKS // 8 * 8, 8):
+        pointers += 8 * step
+        group = merge_neighbours(pointers, step, mask, loss_options, LOAD, MERGE, 8)
+        merged = MERGE(merged, group, loss_options)
+    if RANKS > 8 and RANKS % 8 > 0:
+        group = merge_neighbours(pointers + 8 * step, step, mask, loss_options, LOAD, MERGE, RANKS % 8)
+        merged = MERGE(merged, group, loss_options)
+    return merged
 
 
 @triton.jit

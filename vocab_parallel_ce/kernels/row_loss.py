@@ -45,7 +45,7 @@ class PairLoss(NamedTuple):
 
     def constants(self, n_ranks: int, width: int) -> dict[str, Any]:
         """Return the constants of a kernel that merges ``width`` statistics of each of ``n_ranks``."""
-        return {"LOSS": self.algebra, "WIDTH": width, "RANKS": triton.next_power_of_2(n_ranks)}
+        return {"LOSS": self.algebra, "WIDTH": width, "RANKS": n_ranks}
 
 
 class Sizes(NamedTuple):
@@ -61,10 +61,10 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def merged_ranks(stats, rows, ranks, mask, n_rows, loss_options, LOSS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the statistics of ``rows``, merged over axis 0, the ranks."""
-    pointers = stats + (ranks.to(tl.int64) * n_rows + rows) * WIDTH
-    return LOSS.merge(LOSS.load(pointers, mask, loss_options, 1), loss_options)
+def merged_ranks(stats, rows, mask, n_rows, loss_options, LOSS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr):
+    """Return the statistics of a row or of a vector of rows, from ``stats [RANKS, n_rows, WIDTH]``."""
+    step = n_rows.to(tl.int64) * WIDTH
+    return ops.merge_ranks(stats + rows * WIDTH, step, mask, loss_options, LOSS.load, LOSS.merge_pair, RANKS)
 
 
 @triton.jit
@@ -74,10 +74,16 @@ def load_sums(pointers, mask, loss_options, step):
 
 
 @triton.jit
-def summed_ranks(second, rows, ranks, mask, n_rows):
-    """Return the two sums of ``rows`` in the second exchange, over axis 0, the ranks."""
-    first_sum, second_sum = load_sums(second + 2 * (ranks.to(tl.int64) * n_rows + rows), mask, None, 1)
-    return tl.sum(first_sum, axis=0), tl.sum(second_sum, axis=0)
+def add_sums(a, b, loss_options):
+    """Return the two sums of two sets of columns."""
+    return a[0] + b[0], a[1] + b[1]
+
+
+@triton.jit
+def summed_ranks(second, rows, mask, n_rows, RANKS: tl.constexpr):
+    """Return the two sums of ``rows`` in the second exchange, over the ranks."""
+    step = n_rows.to(tl.int64) * 2
+    return ops.merge_ranks(second + rows * 2, step, mask, None, load_sums, add_sums, RANKS)
 
 
 @triton.jit
@@ -98,13 +104,12 @@ def row_outputs_kernel(
     labels,  # [N] int64|int32, or None
     divisor,  # [1], or None: 1
     loss,  # [N] fp32, out
-    n_ranks,
     sizes,  # Sizes
     loss_options,  # option_arguments, or the loss's own
     n_rows,
     LOSS: tl.constexpr,  # Algebra
     WIDTH: tl.constexpr,  # K
-    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Example: targets, ranks with ``(3, 1.1353, 0.5, 0)`` and ``(2, 1, 0.5, 0)``: loss 0.9076."""
@@ -113,12 +118,10 @@ def row_outputs_kernel(
     label = None
     if labels is not None:
         label = tl.load(labels + rows, inside, other=0).to(tl.int64)
-    ranks = tl.arange(0, RANKS)[:, None]
-    mask = (ranks < n_ranks) & inside[None, :]
-    merged = merged_ranks(stats, rows[None, :], ranks, mask, n_rows, loss_options, LOSS, WIDTH)
+    merged = merged_ranks(stats, rows, inside, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = None
     if second is not None:
-        sums = summed_ranks(second, rows[None, :], ranks, mask, n_rows)
+        sums = summed_ranks(second, rows, inside, n_rows, RANKS)
     tl.store(loss + rows, output(merged, sums, label, divisor, sizes, loss_options, LOSS), inside)
 
 
@@ -137,14 +140,13 @@ def row_gradient_kernel(
     other_layout,
     grad_stride,  # of grad_output
     sizes,  # Sizes
-    n_ranks,
     loss_options,  # option_arguments, or the loss's own
     n_rows,
     shard_start,
     n_programs,  # of a row; each writes every n_programs-th tile
     LOSS: tl.constexpr,  # Algebra
     WIDTH: tl.constexpr,  # K
-    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    RANKS: tl.constexpr,
     IS_CUT: tl.constexpr,  # whether n_programs is not 1
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
@@ -153,11 +155,10 @@ def row_gradient_kernel(
 ):
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``[0.0900, 0.1652, -0.2553]``."""
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
-    ranks = tl.arange(0, RANKS)
-    merged = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+    merged = merged_ranks(stats, row, True, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = None
     if second is not None:
-        sums = summed_ranks(second, row, ranks, ranks < n_ranks, n_rows)
+        sums = summed_ranks(second, row, True, n_rows, RANKS)
     weight = tl.load(grad_output + row * grad_stride)
     live = row >= 0
     if divisor is not None:
@@ -240,7 +241,7 @@ def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
 @cache_launches
 def _outputs(loss: PairLoss, n_ranks: int, width: int) -> Launch:
     constants = {**loss.constants(n_ranks, width), "ROWS": LOSS_ROWS}
-    values = (n_ranks, Sizes.of(loss.shard), loss.options)
+    values = (Sizes.of(loss.shard), loss.options)
     return Launch(row_outputs_kernel, values, constants, num_warps=4)
 
 
@@ -248,6 +249,6 @@ def _outputs(loss: PairLoss, n_ranks: int, width: int) -> Launch:
 def _gradient(
     loss: PairLoss, rows: PairRows, block: Block, is_cut: bool, grad_stride: int, n_ranks: int, width: int
 ) -> Launch:
-    values = (grad_stride, Sizes.of(loss.shard), n_ranks, loss.options)
+    values = (grad_stride, Sizes.of(loss.shard), loss.options)
     constants = {**loss.constants(n_ranks, width), "IS_CUT": is_cut}
     return pair_launch(row_gradient_kernel, rows, values, loss.shard, block, **constants)

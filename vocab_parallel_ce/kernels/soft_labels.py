@@ -41,6 +41,11 @@ def load_targets(tile, row):
 
 
 @triton.jit
+def record(numbers):
+    return TargetStats(*numbers)
+
+
+@triton.jit
 def empty(at_label, LANES: tl.constexpr):
     zeros = tl.zeros([LANES], tl.float32)
     return TargetStats(tl.full([LANES], float("-inf"), tl.float32), zeros, zeros, zeros)
@@ -78,7 +83,7 @@ def tile(stats, tile, row):
 
 
 @triton.jit
-def merge_lanes(a, b, loss_options):
+def merge_pair(a, b, loss_options):
     zeros = tl.zeros_like(a.sum_exp)
     return plus(plus(TargetStats(tl.maximum(a.row_max, b.row_max), zeros, zeros, zeros), b), a)
 
@@ -86,10 +91,10 @@ def merge_lanes(a, b, loss_options):
 @triton.jit
 def merge(stats, loss_options):
     zeros = tl.zeros_like(stats.sum_exp)
-    row_max = tl.max(stats.row_max, axis=0)
-    raised = plus(TargetStats(row_max, zeros, zeros, zeros), stats)
-    sum_exp, target_sum = tl.sum(raised.sum_exp, axis=0), tl.sum(raised.target_sum, axis=0)
-    return TargetStats(row_max, sum_exp, target_sum, tl.sum(raised.target_shifted, axis=0))
+    row_max = tl.max(stats.row_max, axis=1)
+    raised = plus(TargetStats(row_max[:, None], zeros, zeros, zeros), stats)
+    sum_exp, target_sum = tl.sum(raised.sum_exp, axis=1), tl.sum(raised.target_sum, axis=1)
+    return TargetStats(row_max, sum_exp, target_sum, tl.sum(raised.target_shifted, axis=1))
 
 
 @triton.jit
@@ -138,4 +143,4 @@ def gradient(factors, tile, row):
     return grad
 
 
-ALGEBRA = Algebra(empty, tile, merge_lanes, merge, load, store, loss, factors, gradient)
+ALGEBRA = Algebra(record, empty, tile, merge_pair, merge, load, store, loss, factors, gradient)

@@ -28,6 +28,7 @@ class Place(NamedTuple):
     width: tl.tensor  # of the body
     other_first: tl.tensor
     other_shift: tl.tensor  # from an element of one row to that of the other
+    unit_width: tl.tensor  # columns of a unit, if the row is whole units
 
 
 class Tile(NamedTuple):
@@ -49,28 +50,58 @@ class PairRows(NamedTuple):
 
 
 @triton.jit
-def locate(row, layout, other_layout, n_columns, ALIKE: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the ``Place`` of ``row`` (int64); ``other_layout`` is None if there is one tensor."""
+def locate(
+    row,
+    layout,
+    other_layout,
+    n_columns,
+    ALIKE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    unit_width=0,
+    UNITS: tl.constexpr = 0,
+):
+    """Return the ``Place`` of ``row`` (int64); ``other_layout`` is None if there is one tensor.
+
+    UNITS is 0 where the row is no whole units, or the walk does not depend on it.
+    """
     begin = ops.row_begin(row, layout)
-    first, width = ops.row_body(begin, n_columns, VECTOR)
+    if UNITS == 0:
+        first, width = ops.row_body(begin, n_columns, VECTOR)
+    else:
+        first, width = ops.unit_body(begin, n_columns, VECTOR)
     other_begin, other_first = begin, first
     if other_layout is not None:
         other_begin = ops.row_begin(row, other_layout)
         other_first = other_begin + (first - begin)
         if ALIKE:
             # The same number, and the compiler sees that it is a multiple.
-            other_first, _ = ops.row_body(other_begin, n_columns, VECTOR)
-    return Place(begin, n_columns, first, width, other_first, other_begin - begin)
+            other_first = other_first // VECTOR * VECTOR
+    return Place(begin, n_columns, first, width, other_first, other_begin - begin, unit_width)
 
 
 @triton.jit
-def body_tile(place, begin, live, HAS_EDGES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def body_tile(
+    place,
+    begin,
+    live,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNITS: tl.constexpr = 0,
+):
     """Return the ``Tile`` at ``begin`` of a row's body, and which of its columns there are.
 
     A row that is not ``live`` is not read; None is always.
     """
-    columns = begin + ops.tile_columns(LANES, VECTOR)
-    offset, inside = place.first + columns, columns < place.width
+    if UNITS == 0:
+        columns = begin + ops.tile_columns(LANES, VECTOR)
+        inside = columns < place.width
+    else:
+        unit_begin, lane_vectors = ops.unit_lanes(place.unit_width, LANES, VECTOR)
+        lane_ends = tl.minimum(place.width, unit_begin + place.unit_width) // VECTOR * VECTOR
+        columns = begin + (lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :])
+        inside = (begin + lane_vectors < lane_ends)[:, None] & (columns >= 0)
+    offset = place.first + columns
     is_read = inside if live is None else inside & live
     # Without edges the body begins with column 0, and the compiler sees that columns are aligned.
     column = columns + (place.first - place.begin) if HAS_EDGES else columns
@@ -86,16 +117,18 @@ def part_of_row(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Return ``state = TILE(state, tile, row)`` after TILES tiles from ``begin`` on, whose lanes keep their own states.
 
     The first state is None.
     """
-    tile, _ = body_tile(place, begin, None, HAS_EDGES, LANES, VECTOR)
+    width: tl.constexpr = LANES // max(UNITS, 1) * VECTOR
+    tile, _ = body_tile(place, begin, None, HAS_EDGES, LANES, VECTOR, UNITS)
     state = TILE(None, tile, row)
     for i in tl.static_range(1, TILES):
-        tile, _ = body_tile(place, begin + i * (LANES * VECTOR), None, HAS_EDGES, LANES, VECTOR)
+        tile, _ = body_tile(place, begin + i * width, None, HAS_EDGES, LANES, VECTOR, UNITS)
         state = TILE(state, tile, row)
     return state
 
@@ -111,11 +144,15 @@ def walk_parts(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Return ``state = MERGE(state, part, loss_options)`` after all parts of a row's body."""
-    for begin in range(0, place.width, LANES * VECTOR * TILES):
-        part = part_of_row(place, begin, row, TILE, HAS_EDGES, LANES, VECTOR, TILES)
+    end = place.width
+    if UNITS > 0:
+        end = tl.minimum(end, place.unit_width)
+    for begin in range(0, end, LANES // max(UNITS, 1) * VECTOR * TILES):
+        part = part_of_row(place, begin, row, TILE, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
         state = MERGE(state, part, loss_options)
     return state
 
@@ -151,13 +188,20 @@ def walk_edges(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """Return ``TILE(state, tile, row)`` of a row's edges."""
     if HAS_EDGES:
         # 16 vectors. States have a lane for each row of a tile, so their tile is a whole one.
         lane = ops.tile_columns(LANES, VECTOR)
-        offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
-        inside &= lane < 16 * VECTOR
+        if UNITS == 0:
+            offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
+            inside &= lane < 16 * VECTOR
+        else:
+            # One vector, of the first lane of its unit.
+            lane -= place.width // place.unit_width * (32 * VECTOR)
+            offset = place.first + place.width + lane
+            inside = (lane >= 0) & (lane < VECTOR) & (offset < place.begin + place.n_columns)
         state = TILE(state, Tile(offset, offset + place.other_shift, offset - place.begin, inside), row)
     return state
 
@@ -217,13 +261,19 @@ def pair_launch(
     values: tuple[Any, ...],
     shard: VocabShard,
     block: Block | StatisticsBlock,
+    compiler: dict[str, int] | None = None,
     **constants: Any,
 ) -> Launch:
-    """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``."""
+    """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``.
+
+    ``compiler`` are the compiler's other options.
+    """
     has_edges = rows.has_edges or shard.n_valid % block.vector != 0
+    if isinstance(block, StatisticsBlock):
+        has_edges = block.has_edges(shard, rows.has_edges)
     constants |= {"HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
     layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)
-    return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps)
+    return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps, **(compiler or {}))
 
 
 class Algebra(NamedTuple):
@@ -233,17 +283,18 @@ class Algebra(NamedTuple):
     argument ``loss_options``. Options that are off are None.
     """
 
+    record: Any  # (numbers): the stats of these numbers
     empty: Any  # (at_label, LANES): stats of lanes that have seen nothing; at_label is the label's logit, -inf if none
     tile: Any  # (stats, tile, row): each lane's stats with one more tile; stats is None for the first one
-    merge_lanes: Any  # (a, b, options): each lane's stats of two sets of columns
-    merge: Any  # (stats, options): of one row; over axis 0, lanes or ranks
+    merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
+    merge: Any  # (stats, options): [UNITS, lanes] over axis 1
     load: Any  # (pointers, mask, options, step): packed stats, step apart; what mask excludes has no columns
     store: Any  # (pointers, stats, options, step): pack them
     loss: Any  # (stats, second, options): of a row or a vector of rows; second are the sums of the second exchange
     factors: Any  # (stats, second, weight, live, options): what all columns' gradients share; finite if not live
     gradient: Any  # (factors, tile, row): fp32 of each column; 0 if all logits are -inf and factors are not live
     second: Any = None  # (sums, tile, (row, stats)): each lane's two sums with one more tile; None for the first one
-    merge_second: Any = None  # (sums): over axis 0, lanes
+    merge_second: Any = None  # (sums): [UNITS, lanes] over axis 1
 
     @property
     def cache_key(self) -> str:

@@ -5,62 +5,36 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 
+from tests.support.kernels.pair_variants import of_divergence, of_soft_labels
+from tests.support.kernels.variant import (
+    ALONE,
+    DTYPES,
+    MEASURED_ROW_BYTES,
+    N_COLUMNS,
+    NARROW,
+    OF_ROWS,
+    OPTIONS,
+    ROWS,
+    Variant,
+    launch_of,
+    shard_and_block,
+)
 from vocab_parallel_ce.blocks import (
     ONE_PASS,
     PARTS_AT_ONCE,
-    READ_PAIRS,
     StatisticsShape,
-    choose_block,
     gradient_shape,
-    statistics_block,
 )
-from vocab_parallel_ce.kernels import divergences, soft_labels
-from vocab_parallel_ce.kernels.launch import Launch
-from vocab_parallel_ce.kernels.row_loss import PairLoss
-from vocab_parallel_ce.kernels.walk import Algebra, PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
 from vocab_parallel_ce.losses.top_k_teacher import TopKOptions
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
-OF_ROWS = ("temperature", "threshold")  # tensors of a number per row
-APART = ("ignore_index", "class_weight", *OF_ROWS)
-ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields if name not in APART}
-WEIGHTED = PLAIN._replace(class_weight=True)
-OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
-OPTIONS |= {
-    "weighted_smoothing": WEIGHTED._replace(smoothing=0.1),
-    "all_weighted": ALL._replace(entropy=False, class_weight=True),
-}
-N_COLUMNS = 32064
-NARROW = 2048  # so few that one program writes a row of a gradient
-MEASURED_ROW_BYTES = (64_128, 128_256, 256_512)  # that one launch was timed with
-
-
-class Variant(NamedTuple):
-    """A kernel as one kind of call launches it."""
-
-    name: str
-    launch: Launch
-    dtypes: tuple[torch.dtype | None, ...]  # of its tensors
-    programs_per_sm: int | None = None
-
-
-# The layout of rows without and with edges, and whether they have edges.
-ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
-
-
-def launch_of(file: str, maker: str, *key: Any) -> Any:
-    """Return what ``maker`` of a file of kernels makes for ``key``."""
-    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{file}"), maker)(*key)
+from vocab_parallel_ce.spec import GradOutputs, LossOptions
 
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
@@ -98,6 +72,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
         yield stats("bf16", False, option)
     yield from of_gradients()
+    yield from of_units()
     yield stats("bf16", False, "plain", rows=("temperature",))
     yield stats("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)
@@ -139,6 +114,19 @@ def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
             yield one_pass("bf16", row_bytes, "plain", "mean")
         for option in ("class_weight", "smoothing"):
             yield one_pass("bf16", 102_400, option, "mean", edges=True)
+
+
+def of_units() -> Iterator[Variant]:
+    """Yield the statistics of rows that are whole units."""
+    for units in (1, 2, 4, 8):
+        yield stats("bf16", False, "plain", units=units)
+        yield stats("bf16", True, "entropy", units=units)
+    yield stats("bf16", True, "all_weighted", units=8)
+    yield stats("bf16", False, "plain", merged=True, units=8)
+    yield stats("bf16", False, "plain", at_once=8, units=8)
+    yield part("bf16", False, "plain", units=8)
+    yield from of_divergence("bf16", False, DivergenceOptions("js"), units=8)
+    yield from of_divergence("bf16", True, DivergenceOptions("reverse", 2.0, hard_weight=0.5), units=4)
 
 
 def all_variants(target: GPUTarget) -> Iterator[Variant]:
@@ -207,30 +195,34 @@ def stats(
     rows: tuple[str, ...] = (),
     merged: bool = False,
     at_once: int = 1,
+    units: int = 0,
 ) -> Variant:
-    """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together."""
+    """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together.
+
+    ``units``: the row is so many, side by side.
+    """
     options = OPTIONS[option]
     of_parts = torch.float32 if merged else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), of_parts, torch.float32, torch.int32 if counted else None)
     dtypes += (torch.float32 if options.class_weight else None,)
-    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
+    shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
     launch = launch_of("online_softmax", "_launch", ROWS[edges], shape, shard, options, len(options.statistics))
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
-    name += f"-{at_once}" * (at_once > 1)
+    name += f"-{at_once}" * (at_once > 1) + f"-{units}_units" * (units > 0)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
 
-def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = ()) -> Variant:
+def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), units: int = 0) -> Variant:
     options = OPTIONS[option]
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
-    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    shape = StatisticsShape(statistics_block(N_COLUMNS, DTYPES[dtype].itemsize), True, PARTS_AT_ONCE)
+    shard, block = shard_and_block(dtype, edges, units)
+    shape = StatisticsShape(block, True, PARTS_AT_ONCE)
     launch = launch_of("online_softmax", "_launch_of_parts", ROWS[edges], shape, shard, options)
-    return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
+    name = f"part-{dtype}{'-edges' * edges}-{option}" + f"-{units}_units" * (units > 0)
+    return Variant("-".join((name, *rows)), launch, dtypes)
 
 
 def gradient(
@@ -316,67 +308,6 @@ def finish(option: str, ranks: int, summed: bool = False) -> Variant:
     )
     launch = launch_of("cross_entropy", "_outputs", 1024 if summed else 128, ranks, 131072, OPTIONS[option])
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
-
-
-def of_soft_labels(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
-    """Yield the kernels of probability targets."""
-    options = OPTIONS[option]._replace(entropy=False, predictions=False)
-    beside = DTYPES[target], None, torch.float32 if options.class_weight else None
-    name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
-    yield from of_algebra(name, soft_labels.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options)
-
-
-def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterator[Variant]:
-    """Yield the kernels of distillation, with labels if there is a hard weight."""
-    beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
-    is_js = options.divergence == "js"
-    widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
-    name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-"
-    own = divergences.kernel_options(options)
-    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own)
-
-
-def of_algebra(
-    name: str,
-    algebra: Algebra,
-    logits: torch.dtype,
-    beside: tuple[torch.dtype | None, ...],
-    edges: bool,
-    widths: tuple[int, ...],
-    options: Any,
-) -> Iterator[Variant]:
-    """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
-
-    ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
-    """
-    rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, PairLoss(algebra, shard, options)
-    gathered, block = (4, widths[0]), statistics_block(N_COLUMNS, logits.itemsize)
-    whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
-    dtypes: tuple[torch.dtype | None, ...]
-    for parts in (None, fp32):
-        # Of cut rows the parts of the second exchange follow.
-        dtypes = (logits, *beside, parts, fp32, second if parts is None else None)
-        shape = whole if parts is None else cut
-        launch = launch_of("row_statistics", "_statistics", loss, rows, shape, widths[0])
-        yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
-    for stats in (None, fp32) if second else (None,):
-        dtypes = (logits, *beside, stats, fp32)
-        launch = launch_of("row_statistics", "_launch_of_parts", loss, rows, cut, *gathered)
-        yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
-    dtypes = (logits, *beside, fp32, second, None, fp32, logits)
-    for is_cut in (False, True):
-        key = (loss, rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, *gathered)
-        launch = launch_of("row_loss", "_gradient", *key)
-        yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
-    dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", "_outputs", loss, *gathered)
-    yield Variant(name.format("loss"), launch, dtypes)
-    for parts in (None, fp32) if second else ():
-        dtypes = (logits, *beside, parts, fp32, fp32)
-        key = (loss, rows, whole if parts is None else cut, *gathered)
-        launch = launch_of("row_statistics", "_second", *key)
-        yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 
 
 def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = False) -> Variant:

@@ -60,13 +60,14 @@ def _compared(function: Any, algebra: Any) -> frozenset[tuple[str, str]]:
             if isinstance(left, ast.Attribute) and isinstance(left.value, ast.Name):
                 found.add((left.value.id, left.attr))
         used = None
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            used = function.__globals__.get(node.func.id)
+        if isinstance(node, ast.Name) and node.id not in function.__code__.co_varnames:
+            used = function.__globals__.get(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner = algebra if node.value.id == "LOSS" else function.__globals__.get(node.value.id)
             used = getattr(owner, node.attr, None)
-        if hasattr(used, "fn") and str(getattr(used.fn, "__module__", "")).startswith("vocab_parallel_ce"):
-            found |= _compared(used.fn, algebra)
+        inner = getattr(used, "fn", None)
+        if inner is not function and str(getattr(inner, "__module__", "")).startswith("vocab_parallel_ce"):
+            found |= _compared(inner, algebra)
     return frozenset(found)
 
 
@@ -98,7 +99,7 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
     if "loss_options" in given:
         options |= {f"loss_options.{name}" for name, v in given["loss_options"]._asdict().items() if v is not None}
     options |= {f"loss_options.{name}" for name in ("temperature", "threshold") if given.get(name) is not None}
-    options.add(f"ranks={given.get('n_ranks')}")
+    options.add(f"ranks={given.get('RANKS')}")
     name = name_of(launch.kernel, given.get("LOSS"))
     return {Entry(name, option, rows) for option in options for rows in _rows(given, tensors)}
 

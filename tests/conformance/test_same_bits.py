@@ -1,0 +1,87 @@
+"""1, 2, 4 and 8 ranks, whose shards are whole eighths of one padded vocabulary, give the same bits.
+
+Random calls of every loss over logits; a seed decides all but the number of ranks.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
+from tests.support.random import logits
+from tests.support.random.call import Call, alike
+from tests.support.random.calls import is_head, name_of
+from tests.support.random.inputs import Draw
+from tests.support.ranks.in_turn import in_turn
+from tests.support.record_calls import upstream_of
+from vocab_parallel_ce.blocks import units_of
+from vocab_parallel_ce.environment import SAME_BITS
+
+UNITS, VECTOR = 8, 8
+N_CALLS = 300
+# Of k tokens, the sums of each rank have an order of their own.
+OTHERS = ("distillation_loss, k tokens", "one_pass")
+SEEDS = [seed for seed in range(4 * N_CALLS) if not is_head(seed) and name_of(seed) not in OTHERS][:N_CALLS]
+
+
+@pytest.fixture(autouse=True)
+def one_rank_has_units(monkeypatch):
+    """Let one rank have the bits of several."""
+    monkeypatch.setenv(SAME_BITS, "1")
+    units_of.cache_clear()
+    yield
+    units_of.cache_clear()
+
+
+class DrawUnits(Draw):
+    """The vocabulary is whole units of whole vectors, of which the last may be padding."""
+
+    def bounds(self, itemsize: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
+        rng = random.Random(f"units {self.seed}")
+        most = 40 if self.small else 2000
+        unit = VECTOR * int(most ** rng.random())
+        padding = rng.choice((0, 0, VECTOR, 1, 11, unit, 2 * unit + 3))
+        width = UNITS * unit // ranks
+        vocab_size = max(1, UNITS * unit - padding)
+        return vocab_size, [(rank * width, (rank + 1) * width) for rank in range(ranks)]
+
+
+def results(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> dict[str, Tensor]:
+    """The outputs of a call, and the gradient of the whole vocabulary."""
+    changes = {"ranks": n_ranks, "layout": "contiguous", "other_layout": "contiguous"}
+    call = Call(seed, device, impl, small, changes, DrawUnits)
+    case = logits.ready(call)
+
+    def on_rank(rank: int, group: Any) -> tuple[dict[str, Tensor], Tensor]:
+        outputs = call.invoke(case.given[rank], group)
+        with torch.autograd.set_multithreading_enabled(False):
+            case.backward(rank, outputs, upstream_of(call, outputs))
+        return {name: value.detach() for name, value in outputs.items()}, case.gradients(rank)["logits"]
+
+    ranks = in_turn(n_ranks, on_rank)
+    outputs = {name: value for name, value in ranks[0][0].items() if name != "gradient"}
+    return outputs | {"gradient": torch.cat([gradient for _, gradient in ranks], dim=-1)}
+
+
+def assert_same_bits(seed: int, device: str, impl: str, small: bool) -> None:
+    one = results(seed, device, impl, small, 1)
+    for n_ranks in (2, 4, 8):
+        for name, value in results(seed, device, impl, small, n_ranks).items():
+            assert alike(value, one[name]), f"{name} of {name_of(seed)}: {n_ranks} ranks differ from 1"
+
+
+@pytest.mark.quick(1)
+@pytest.mark.interpreted(N_CALLS // 30)
+@pytest.mark.parametrize("first", range(0, N_CALLS, 30))
+def test_1_2_4_and_8_ranks_give_the_same_bits(impl_device, first):
+    """Kernels run every 10th call: a GPU compiles those of each, and the interpreter takes its time."""
+    impl, device = impl_device
+    is_compiled = (impl, device) == ("triton", "cuda")
+    for i, seed in enumerate(SEEDS[first : first + 30]):
+        if impl == "triton" and i % 10:
+            continue
+        with programs((ONE, SEVERAL)[seed % 2]):
+            assert_same_bits(seed, device, impl, small=not is_compiled)

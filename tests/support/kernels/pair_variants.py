@@ -1,0 +1,78 @@
+"""The variants of the kernels of a loss of two tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.support.kernels.variant import DTYPES, N_COLUMNS, OPTIONS, ROWS, Variant, launch_of, shard_and_block
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, READ_PAIRS, StatisticsShape, choose_block
+from vocab_parallel_ce.kernels import divergences, soft_labels
+from vocab_parallel_ce.kernels.row_loss import PairLoss
+from vocab_parallel_ce.kernels.walk import Algebra, PairRows
+from vocab_parallel_ce.losses.divergences import DivergenceOptions
+
+
+def of_soft_labels(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
+    """Yield the kernels of probability targets."""
+    options = OPTIONS[option]._replace(entropy=False, predictions=False)
+    beside = DTYPES[target], None, torch.float32 if options.class_weight else None
+    name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
+    yield from of_algebra(name, soft_labels.ALGEBRA, dtype, beside, edges, (4,), options)
+
+
+def of_divergence(dtype: str, edges: bool, options: DivergenceOptions, units: int = 0) -> Iterator[Variant]:
+    """Yield the kernels of distillation, with labels if there is a hard weight."""
+    beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
+    is_js = options.divergence == "js"
+    widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
+    name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-" + f"{units}_units" * (units > 0)
+    own = divergences.kernel_options(options)
+    yield from of_algebra(name, divergences.ALGEBRA, dtype, beside, edges, widths, own, units)
+
+
+def of_algebra(
+    name: str,
+    algebra: Algebra,
+    dtype: str,
+    beside: tuple[torch.dtype | None, ...],
+    edges: bool,
+    widths: tuple[int, ...],
+    options: Any,
+    units: int = 0,
+) -> Iterator[Variant]:
+    """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
+
+    ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
+    """
+    rows, logits = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), DTYPES[dtype]
+    shard, block = shard_and_block(dtype, edges, units)
+    fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, PairLoss(algebra, shard, options)
+    gathered = (4, widths[0])
+    whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
+    dtypes: tuple[torch.dtype | None, ...]
+    for parts in (None, fp32):
+        # Of cut rows the parts of the second exchange follow.
+        dtypes = (logits, *beside, parts, fp32, second if parts is None else None)
+        shape = whole if parts is None else cut
+        launch = launch_of("row_statistics", "_statistics", loss, rows, shape, widths[0])
+        yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
+    for stats in (None, fp32) if second else (None,):
+        dtypes = (logits, *beside, stats, fp32)
+        launch = launch_of("row_statistics", "_launch_of_parts", loss, rows, cut, *gathered)
+        yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
+    dtypes = (logits, *beside, fp32, second, None, fp32, logits)
+    for is_cut in (False, True):
+        key = (loss, rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, *gathered)
+        launch = launch_of("row_loss", "_gradient", *key)
+        yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
+    dtypes = (fp32, second, beside[1], fp32, fp32)
+    launch = launch_of("row_loss", "_outputs", loss, *gathered)
+    yield Variant(name.format("loss"), launch, dtypes)
+    for parts in (None, fp32) if second else ():
+        dtypes = (logits, *beside, parts, fp32, fp32)
+        key = (loss, rows, whole if parts is None else cut, *gathered)
+        launch = launch_of("row_statistics", "_second", *key)
+        yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)

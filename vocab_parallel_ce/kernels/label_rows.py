@@ -1,0 +1,221 @@
+"""What one program knows of a row with a label: where it lies, and the statistics of its lanes, columns and units.
+
+    lanes -> units;    edges, the rest of the label's vector, the label -> the unit that they are in;    units -> row
+
+Each arrow merges two ``RowStats`` at a time, as ranks are merged (``labels.merge_pair``). So a unit's numbers are
+those of the same columns on any number of ranks.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.labels import merge_pair, row_stats
+from vocab_parallel_ce.kernels.lanes import LaneStats, Row, exp_squared, exp_times_shifted, load_logits
+from vocab_parallel_ce.spec import RowStats
+
+
+class LooseColumns(NamedTuple):
+    """What the walk leaves out, except the label: the row's edges and the rest of the label's vector."""
+
+    z: tl.tensor
+    offset: tl.tensor
+    inside: tl.tensor
+    is_edge: tl.tensor
+
+
+@triton.jit
+def locate_row(
+    logits,
+    row,
+    layout,
+    n_columns,
+    unit_width,
+    column,
+    UNITS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Return the ``Row`` whose label is in ``column``, which may be outside ``[0, n_columns)``."""
+    begin = ops.row_begin(row, layout)
+    if UNITS == 0:
+        first, width = ops.row_body(begin, n_columns, VECTOR)
+        lane_ends, lane_vectors = width, tl.arange(0, LANES) * VECTOR
+    else:
+        first, width = ops.unit_body(begin, n_columns, VECTOR)
+        unit_begin, lane_vectors = ops.unit_lanes(unit_width, LANES, VECTOR)
+        lane_ends = tl.minimum(width, unit_begin + unit_width) // VECTOR * VECTOR
+    owned = (column >= 0) & (column < n_columns)
+    target = begin + column
+    target_vector = (target - first) // VECTOR * VECTOR
+    in_body = owned & (target >= first) & (target_vector < width)
+    target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
+    lane_columns = lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :]
+    return Row(
+        logits,
+        begin,
+        n_columns,
+        first,
+        width,
+        target,
+        owned,
+        target_vector,
+        unit_width,
+        lane_ends,
+        lane_vectors,
+        lane_columns,
+    )
+
+
+@triton.jit
+def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
+    """Return ``spec.label_weights`` of one row. ``owned`` is false if the label is ``ignore_index``."""
+    weight = tl.load(class_weight + column, owned, other=0.0)
+    return ops.at_the_edges(weight, label, vocab_size, loss_options)
+
+
+@triton.jit
+def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
+    """Return the ``LooseColumns`` of a row."""
+    VECTOR: tl.constexpr = row.lane_columns.shape[1]
+    vector = row.first + row.target_vector
+    if HAS_EDGES:
+        lane = tl.arange(0, 32 * VECTOR)
+        offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
+        # The first 16 vectors of lanes are the edges', the next one is the label's.
+        vector_lane = lane - 16 * VECTOR
+        is_edge = vector_lane < 0
+        offset = tl.where(is_edge, offset, vector + vector_lane)
+        inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (row.target_vector >= 0))
+    else:
+        lane = tl.arange(0, VECTOR)
+        offset = vector + lane
+        is_edge = lane < 0
+        inside = (lane < VECTOR) & (row.target_vector >= 0)
+    inside &= offset != row.target
+    return LooseColumns(load_logits(row.logits + offset, inside, loss_options), offset, inside, is_edge)
+
+
+@triton.jit
+def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
+    """Return the row's first column with ``row_max``, int64.
+
+    Each lane knows the first tile with its maximum. Its vector there is read again.
+    """
+    VECTOR: tl.constexpr = row.lane_columns.shape[1]
+    # Unchanged: from Triton 3.8 on, the compiler sees only here that the tile's vectors are aligned.
+    max_tile = lanes.max_tile // VECTOR * VECTOR
+    columns = max_tile[:, None] + row.lane_columns
+    is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
+    z = load_logits(row.logits + row.first + columns, is_read, loss_options)
+    columns = tl.where(z == tl.max(z), columns, 2147483647)
+    argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
+    loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
+    argmax = tl.minimum(argmax, tl.min(loose_columns))
+    is_target = row.owned & (target_logit == row_max)
+    return tl.minimum(argmax, tl.where(is_target, row.target - row.begin, 2147483647))
+
+
+@triton.jit
+def stats_of_lanes(lanes, loss_options, UNITS: tl.constexpr):
+    """Merge the lanes of each unit to a ``RowStats`` ``[UNITS]``."""
+    lanes = LaneStats(*[tl.reshape(x, [UNITS, x.shape[0] // UNITS]) for x in lanes])
+    row_max = tl.max(lanes.max, axis=1)
+    shift = ops.finite_or_zero(row_max)[:, None]
+    decay = ops.exp_shifted(lanes.max, shift)
+    zeros = tl.zeros_like(row_max)
+    shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq = zeros, zeros, zeros, zeros
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
+        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift), axis=1)
+        n_columns = tl.sum(lanes.n_columns, axis=1)
+    if loss_options.entropy is not None:
+        raised = ops.bounded(ops.raised_by(lanes.max, shift))
+        exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * raised) * decay, axis=1)
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.sum(lanes.sum_exp_sq * decay * decay, axis=1)
+    others_sum, no_label = tl.sum(lanes.sum * decay, axis=1), tl.full([UNITS], float("-inf"), tl.float32)
+    return RowStats(row_max, others_sum, no_label, shifted_sum, n_columns, exp_shifted_sum, zeros, zeros, sum_exp_sq)
+
+
+@triton.jit
+def stats_of_columns(z, inside, class_weight, column, loss_options):
+    """Return the ``RowStats`` of a vector of columns."""
+    row_max = tl.max(z)
+    shift = ops.finite_or_zero(row_max)
+    shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq = 0.0, 0.0, 0.0, 0.0
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
+        shifted, weights = tl.where(inside, z - shift, 0.0), inside.to(tl.float32)
+        if class_weight is not None:
+            weights = tl.load(class_weight + column, inside, other=0.0)
+            shifted = ops.weighted_class(shifted, weights)
+        shifted_sum, n_columns = tl.sum(shifted), tl.sum(weights)
+    if loss_options.entropy is not None:
+        exp_shifted_sum = tl.sum(exp_times_shifted(z, shift))
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.sum(exp_squared(z, shift))
+    others_sum = tl.sum(ops.exp_shifted(z, shift))
+    return RowStats(row_max, others_sum, float("-inf"), shifted_sum, n_columns, exp_shifted_sum, 0.0, 0.0, sum_exp_sq)
+
+
+@triton.jit
+def stats_of_label(z, owned, weight, class_weight, loss_options):
+    """Return the ``RowStats`` of the label's column, or of none if it is not ``owned``."""
+    shifted_sum, n_columns, sum_exp_sq = 0.0, 0.0, 0.0
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
+        shifted_sum, n_columns = tl.where(owned, z - ops.finite_or_zero(z), 0.0), owned.to(tl.float32)
+        if class_weight is not None:
+            shifted_sum, n_columns = ops.weighted_class(shifted_sum, weight), tl.where(owned, weight, 0.0)
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = exp_squared(z, ops.finite_or_zero(z))
+    others_sum = tl.where(z == z, 0.0, float("nan"))  # a maximum may pass over a NaN
+    return RowStats(z, others_sum, z, shifted_sum, n_columns, 0.0, 0.0, weight, sum_exp_sq)
+
+
+@triton.jit
+def with_columns(units, unit, stats, loss_options):
+    """Return the ``RowStats`` of units with those of some columns of one ``unit``."""
+    is_unit = tl.arange(0, units.row_max.shape[0]) == unit
+    row_max = tl.where(is_unit, stats.row_max, float("-inf"))
+    target_logit = tl.where(is_unit, stats.target_logit, float("-inf"))
+    others_sum = tl.where(is_unit, stats.others_sum, 0.0)
+    others = [tl.where(is_unit, x, 0.0) for x in stats[3:]]
+    return merge_pair(units, RowStats(row_max, others_sum, target_logit, *others), loss_options)
+
+
+@triton.jit
+def merge_columns(
+    row,
+    lanes,
+    loose,
+    target_logit,
+    class_weight,
+    target_weight,
+    shard_start,
+    loss_options,
+    HAS_EDGES: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Merge the lanes, the loose columns and the label to the ``RowStats`` of a row."""
+    units = stats_of_lanes(lanes, loss_options, max(UNITS, 1))
+    column, unit = loose.offset - row.begin, 0
+    z, inside = loose.z, loose.inside
+    if UNITS > 0:
+        unit = (row.target - row.begin).to(tl.int32) // row.unit_width
+    if UNITS > 0 and HAS_EDGES:
+        # The edge may be in another unit than the label.
+        edge_z, is_edge = tl.where(loose.is_edge, z, float("-inf")), inside & loose.is_edge
+        edge = stats_of_columns(edge_z, is_edge, class_weight, column, loss_options)
+        units = with_columns(units, row.width // row.unit_width, edge, loss_options)
+        z, inside = tl.where(loose.is_edge, float("-inf"), z), inside & ~loose.is_edge
+    label = stats_of_label(target_logit, row.owned, target_weight, class_weight, loss_options)
+    others = stats_of_columns(z, inside, class_weight, column, loss_options)
+    units = with_columns(units, unit, merge_pair(others, label, loss_options), loss_options)
+    stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
+    argmax = 0.0
+    if loss_options.predictions is not None:
+        first = first_maximum(row, lanes, loose, target_logit, stats.row_max, loss_options)
+        is_finite = tl.abs(stats.row_max) < float("inf")
+        argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
+    return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]
