@@ -101,6 +101,9 @@ def test_sm_90_code_is_wide_and_does_not_spill():
             registers, stack_bytes = (64 if report["threads"] == 1024 else 96), 24
         assert report["registers"] <= registers, report
         assert report["stack_bytes"] <= stack_bytes, report
+        if "_units" in report["kernel"]:
+            # What a thread adds up itself must not depend on the number of warps, which is that of units.
+            assert {elements for _, elements in report["of_a_thread"]} <= {"1", "1, 8"}, report
 
 
 def assert_fills_a_multiprocessor(report: dict) -> None:

@@ -77,15 +77,24 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
 
 
 @triton.jit
-def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
-    """Return the ``LooseColumns`` of a row."""
+def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr, UNITS: tl.constexpr):
+    """Return the ``LooseColumns`` of a row.
+
+    Those of a row of units are at most one for each thread of a warp: so the order of their sums does not depend on
+    the number of warps, and with it on that of ranks.
+    """
     VECTOR: tl.constexpr = row.lane_columns.shape[1]
     vector = row.first + row.target_vector
     if HAS_EDGES:
-        lane = tl.arange(0, 32 * VECTOR)
-        offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
-        # The first 16 vectors of lanes are the edges', the next one is the label's.
-        vector_lane = lane - 16 * VECTOR
+        # The first vectors of lanes are the edges', the next one is the label's.
+        EDGES: tl.constexpr = VECTOR if UNITS > 0 else 16 * VECTOR
+        lane = tl.arange(0, 2 * EDGES)
+        if UNITS > 0:
+            offset = row.first + row.width + lane
+            inside = offset < row.begin + row.n_columns
+        else:
+            offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
+        vector_lane = lane - EDGES
         is_edge = vector_lane < 0
         offset = tl.where(is_edge, offset, vector + vector_lane)
         inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (row.target_vector >= 0))

@@ -76,8 +76,11 @@ def no_columns(LANES: tl.constexpr):
 
 
 @triton.jit
-def tile_stats(row, tile, class_weight, loss_options, HAS_EDGES: tl.constexpr):
-    """Return the ``LaneStats`` of a tile, except the label's vector; ``tile`` is its first column, from ``first``."""
+def tile_stats(row, tile, class_weight, loss_options, HAS_HEAD: tl.constexpr):
+    """Return the ``LaneStats`` of a tile, except the label's vector; ``tile`` is its first column, from ``first``.
+
+    HAS_HEAD: whether ``first`` may be behind the row's first column.
+    """
     LANES: tl.constexpr = row.lane_columns.shape[0]
     VECTOR: tl.constexpr = row.lane_columns.shape[1]
     zeros = tl.zeros([LANES], tl.float32)
@@ -92,8 +95,8 @@ def tile_stats(row, tile, class_weight, loss_options, HAS_EDGES: tl.constexpr):
     if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         shifted = tl.where(inside, z - shift[:, None], 0.0)
         if class_weight is not None:
-            # Without edges the body begins with column 0, and the compiler sees that it is aligned.
-            at = columns + (row.first - row.begin).to(tl.int32) if HAS_EDGES else columns
+            # Without a head the body begins with column 0, and the compiler sees that it is aligned.
+            at = columns + (row.first - row.begin).to(tl.int32) if HAS_HEAD else columns
             weights = tl.load(class_weight + at, inside, other=0.0)
             shifted_sum = tl.sum(ops.weighted_class(shifted, weights), axis=1)
             # The select hides the load: Triton moves a sum of what is loaded out of the loop, and up to 3.8 the
@@ -143,9 +146,10 @@ def part_stats(
 ):
     """Return the ``LaneStats`` of a part of a row, except the label's vector; ``part`` is as ``tile`` above."""
     width: tl.constexpr = row.lane_columns.numel // max(UNITS, 1)  # of a tile
-    lanes = tile_stats(row, part, class_weight, loss_options, HAS_EDGES)
+    HAS_HEAD: tl.constexpr = HAS_EDGES and UNITS == 0
+    lanes = tile_stats(row, part, class_weight, loss_options, HAS_HEAD)
     for i in tl.static_range(1, TILES):
-        tile = tile_stats(row, part + i * width, class_weight, loss_options, HAS_EDGES)
+        tile = tile_stats(row, part + i * width, class_weight, loss_options, HAS_HEAD)
         lanes = merge_lanes(lanes, tile, loss_options)
     return lanes
 

@@ -169,7 +169,7 @@ def online_softmax_kernel(
         lanes = walk_parts(row, class_weight, loss_options, HAS_EDGES, UNITS, TILES, UNROLLED)
     else:
         lanes = merge_parts(parts, index * n_parts, n_parts, loss_options, LANES, UNROLLED)
-    loose = load_loose_columns(row, loss_options, HAS_EDGES)
+    loose = load_loose_columns(row, loss_options, HAS_EDGES, UNITS)
     target_logit = load_logits(logits + row.target, row.owned, loss_options)
     target_weight = 0.0
     if class_weight is not None:

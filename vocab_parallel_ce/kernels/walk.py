@@ -103,8 +103,8 @@ def body_tile(
         inside = (begin + lane_vectors < lane_ends)[:, None] & (columns >= 0)
     offset = place.first + columns
     is_read = inside if live is None else inside & live
-    # Without edges the body begins with column 0, and the compiler sees that columns are aligned.
-    column = columns + (place.first - place.begin) if HAS_EDGES else columns
+    # Without edges before it the body begins with column 0, and the compiler sees that columns are aligned.
+    column = columns + (place.first - place.begin) if HAS_EDGES and UNITS == 0 else columns
     return Tile(offset, place.other_first + columns, column, is_read), inside
 
 
@@ -197,12 +197,14 @@ def walk_edges(
         if UNITS == 0:
             offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
             inside &= lane < 16 * VECTOR
+            tile = Tile(offset, offset + place.other_shift, offset - place.begin, inside)
         else:
             # One vector, of the first lane of its unit.
             lane -= place.width // place.unit_width * (32 * VECTOR)
-            offset = place.first + place.width + lane
-            inside = (lane >= 0) & (lane < VECTOR) & (offset < place.begin + place.n_columns)
-        state = TILE(state, Tile(offset, offset + place.other_shift, offset - place.begin, inside), row)
+            column = place.width + lane
+            inside = (lane >= 0) & (lane < VECTOR) & (column < place.n_columns)
+            tile = Tile(place.first + column, place.other_first + column, column, inside)
+        state = TILE(state, tile, row)
     return state
 
 

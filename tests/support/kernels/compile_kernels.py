@@ -35,9 +35,9 @@ ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
 
 def source_of(variant: Variant) -> ASTSource:
-    """Return the kernel as the launch specialises it: each pointer at a 16-byte boundary, no integer known.
+    """Return the kernel as the launch specialises it: each pointer at a 16-byte boundary.
 
-    None and the integer 1 are constants, as in a launch.
+    None and the integer 1 are constants, as in a launch. Other integers are not known, unless ``is_specialised``.
     """
     launch, names = variant.launch, variant.launch.kernel.arg_names
     arguments = (*variant.dtypes, *launch.values)
@@ -54,6 +54,8 @@ def source_of(variant: Variant) -> ASTSource:
         if argument is None or argument == 1 and isinstance(argument, int):
             constexprs[path] = argument
             return "constexpr"
+        if variant.is_specialised and isinstance(argument, int) and argument % 16 == 0:
+            attrs[path] = [["tt.divisibility", 16]]
         return "fp32" if isinstance(argument, float) else "i32"
 
     signature = dict.fromkeys(names, "i32") | dict.fromkeys(launch.constants, "constexpr")
@@ -89,8 +91,16 @@ def report(target: GPUTarget, variant: Variant) -> dict:
         "shared_bytes": compiled.metadata.shared,
         "threads": THREADS_PER_WARP * num_warps,
         "programs_per_sm": variant.programs_per_sm,
+        "of_a_thread": loaded_by_a_thread(compiled.asm["ttgir"]),
         **resource_usage(cubin),
     }
+
+
+def loaded_by_a_thread(ttgir: str) -> list[tuple[str, str]]:
+    """Return the shapes of the tensors of logits that are loaded, with the elements next to each other of a thread."""
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[([\d, ]+)\]", ttgir))
+    loads = re.findall(r"tt\.load .*tensor<([\dx]+)x!tt\.ptr<bf16>, (#\w+)>", ttgir)
+    return sorted({(shape, layouts[layout]) for shape, layout in loads})
 
 
 def resource_usage(cubin: bytes) -> dict:

@@ -72,7 +72,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
         yield stats("bf16", False, option)
     yield from of_gradients()
-    yield from of_units()
+    yield from (variant._replace(is_specialised=True) for variant in of_units())
     yield stats("bf16", False, "plain", rows=("temperature",))
     yield stats("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)

@@ -35,6 +35,7 @@ class Variant(NamedTuple):
     launch: Launch
     dtypes: tuple[torch.dtype | None, ...]  # of its tensors
     programs_per_sm: int | None = None
+    is_specialised: bool = False  # the compiler knows which integers 16 divides, as in a launch
 
 
 # The layout of rows without and with edges, and whether they have edges.
@@ -47,9 +48,9 @@ def launch_of(file: str, maker: str, *key: Any) -> Any:
 
 
 def shard_and_block(dtype: str, edges: bool, units: int) -> tuple[VocabShard, StatisticsBlock]:
-    """Return a shard, of units if there are; its vocabulary ends within a vector if there are ``edges``."""
+    """Return a shard, of units if there are; its vocabulary ends within another rank's vector if there are ``edges``."""
     size = DTYPES[dtype].itemsize
     if units == 0:
         return VocabShard(0, N_COLUMNS, 4 * N_COLUMNS), statistics_block(N_COLUMNS, size)
-    shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 1 if edges else 4 * N_COLUMNS)
+    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS - edges)
     return shard, unit_block(shard, units, size)
