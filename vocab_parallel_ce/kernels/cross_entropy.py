@@ -177,7 +177,7 @@ def cross_entropy_kernel(
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
         loss_options = LossOptions(*loss_options[:-1], ops.row_least(threshold, row, live))  # type: ignore[call-arg]
-    merged = merge_ranks(stats, row, True, n_rows, loss_options, RANKS)
+    merged = merge_ranks(stats, row, None, n_rows, loss_options, RANKS)
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)

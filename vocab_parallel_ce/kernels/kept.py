@@ -114,7 +114,7 @@ def kept_gradient_kernel(
     if temperature is not None:
         t = ops.row_temperature(temperature, row, live)
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
-    merged = merge_ranks(stats, row, True, n_rows, loss_options, RANKS)
+    merged = merge_ranks(stats, row, None, n_rows, loss_options, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, None, None, None)
     factors = row_factors(merged, label, live, 1.0, grads, grad_strides, row, sizes.vocab_size, loss_options)
     x = tl.load(logits + ops.row_begin(row, layout) + column, owned, other=float("-inf"))

@@ -68,9 +68,9 @@ def load_stats(pointers, mask, loss_options, step):
 
     Statistics that no option needs are 0: Triton 3.6 cannot return None in a tuple.
     """
-    row_max = tl.load(pointers, mask, other=float("-inf"))
-    others_sum = tl.load(pointers + 1, mask, other=0.0)
-    target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
+    row_max = ops.load(pointers, mask, float("-inf"))
+    others_sum = ops.load(pointers + 1, mask, 0.0)
+    target_logit = ops.load(pointers + 2, mask, float("-inf"))
     zeros = tl.zeros_like(others_sum)
     shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq = (
         zeros,
@@ -82,20 +82,20 @@ def load_stats(pointers, mask, loss_options, step):
     )
     pointers += 3
     if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        shifted_sum = tl.load(pointers, mask, other=0.0)
-        n_columns = tl.load(pointers + 1, mask, other=0.0)
+        shifted_sum = ops.load(pointers, mask, 0.0)
+        n_columns = ops.load(pointers + 1, mask, 0.0)
         pointers += 2
     if loss_options.entropy is not None:
-        exp_shifted_sum = tl.load(pointers, mask, other=0.0)
+        exp_shifted_sum = ops.load(pointers, mask, 0.0)
         pointers += 1
     if loss_options.predictions is not None:
-        argmax = tl.load(pointers, mask, other=float("inf"))
+        argmax = ops.load(pointers, mask, float("inf"))
         pointers += 1
     if loss_options.class_weight is not None:
-        target_weight = tl.load(pointers, mask, other=0.0)
+        target_weight = ops.load(pointers, mask, 0.0)
         pointers += 1
     if loss_options.sum_sq_probs is not None:
-        sum_exp_sq = tl.load(pointers, mask, other=0.0)
+        sum_exp_sq = ops.load(pointers, mask, 0.0)
     return RowStats(
         row_max,
         others_sum,

@@ -100,6 +100,12 @@ def edge_offsets(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def load(pointers, mask, other):
+    """Return what is at ``pointers``, and ``other`` where ``mask`` excludes it; None excludes nothing."""
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask, other=other)
+
+
+@triton.jit
 def merge_tree(stats, loss_options, MERGE: tl.constexpr, RECORD: tl.constexpr):
     """Return the statistics of a row from those of its units, ``[n]``: a power of two, neighbours first.
 
