@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.blocks import fewest_rows_of_one_pass
+from vocab_parallel_ce.blocks import fewest_rows_of_one_pass, units_of
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
@@ -200,7 +200,8 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     fits = loss.one_pass_config(options, row_bytes) is not None
     # A loss per row has the same bits among few rows and many.
     fewest_rows = 0 if settings.reduction == "none" else fewest_rows_of_one_pass(row_bytes)
-    workload = Workload(key.n_ranks, key.gradient, beyond, key.is_aligned, has_padding, fits, fewest_rows)
+    has_units = units_of(shard, key.rank, key.n_ranks, key.dtype.itemsize) > 0
+    workload = Workload(key.n_ranks, key.gradient, beyond, key.is_aligned, has_padding, fits, fewest_rows, has_units)
     gpu = gpu_of(key.device.index) if key.device.type == "cuda" else None
     impl = settings.impl
     if key.dtype == torch.float64:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from vocab_parallel_ce import checks
+from vocab_parallel_ce.environment import SAME_BITS
 from vocab_parallel_ce.options import IMPLEMENTATIONS
 from vocab_parallel_ce.versions import LOWEST_TRITON, is_older
 
@@ -32,6 +33,7 @@ class Workload(NamedTuple):
     has_padding: bool
     fits: bool  # the row width is in the table of measurements
     fewest_rows: int = 0  # from which on one_pass is the faster one
+    has_units: bool = False  # the row is summed as several ranks do
 
 
 class Gpu(NamedTuple):
@@ -131,6 +133,7 @@ def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu
         (gpu.has_gluon, f"a triton with Gluon's asynchronous copies, got {triton_version()}"),
         (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
         (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
+        (not workload.has_units, f"a row in the order of one rank, got the bits of several ({SAME_BITS})"),
         (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),
         (not beyond, f"a loss that it computes, got {beyond}"),
         (not workload.has_padding, "logits without padded columns, got some"),

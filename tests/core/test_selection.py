@@ -9,7 +9,8 @@ import torch
 
 from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass, units_of
+from vocab_parallel_ce.environment import SAME_BITS
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
@@ -31,6 +32,7 @@ OBSTACLES = {
         {},
         "a loss that it computes, got entropy, mean_logit",
     ),
+    "the bits of several ranks": ({"has_units": True}, {}, "a row in the order of one rank, got the bits of several"),
     "padding": ({"has_padding": True}, {}, "logits without padded columns"),
     "off a boundary": ({"is_aligned": False}, {}, "logits in memory that begins at 16 bytes"),
     "width": ({"fits": False}, {}, "rows of a width in its table of measurements"),
@@ -126,6 +128,20 @@ def test_a_loss_per_row_has_the_bits_of_one_implementation(monkeypatch):
         plan.make_plan(LABELS, Settings(reduction=reduction), key)
     few = fewest_rows_of_one_pass(2 * 16384)
     assert few > 1 and [workload.fewest_rows for workload in asked] == [0, few, few]
+
+
+def test_one_rank_with_the_bits_of_several_does_not_run_one_pass(monkeypatch):
+    """It walks a row in an order of its own, and a loss per row would be one_pass's from the first row on."""
+    asked = []
+    monkeypatch.setenv(SAME_BITS, "1")
+    units_of.cache_clear()
+    monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
+    monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
+    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
+    plan.make_plan(LABELS, Settings(reduction="none"), key)
+    plan.make_plan(LABELS, Settings(reduction="none"), key._replace(n_columns=16392))  # no whole units
+    units_of.cache_clear()
+    assert [workload.has_units for workload in asked] == [True, False]
 
 
 def test_one_pass_runs_where_nothing_stands_in_its_way():
