@@ -48,7 +48,7 @@ def launch_of(file: str, maker: str, *key: Any) -> Any:
 
 
 def shard_and_block(dtype: str, edges: bool, units: int) -> tuple[VocabShard, StatisticsBlock]:
-    """Return a shard, of units if there are; its vocabulary ends within another rank's vector if there are ``edges``."""
+    """Return a shard, of units if there are; with ``edges`` the vocabulary ends within a vector of another rank."""
     size = DTYPES[dtype].itemsize
     if units == 0:
         return VocabShard(0, N_COLUMNS, 4 * N_COLUMNS), statistics_block(N_COLUMNS, size)
