@@ -107,12 +107,12 @@ def test_sm_90_code_is_wide_and_does_not_spill():
 
 
 def assert_fills_a_multiprocessor(report: dict) -> None:
-    """Check that programs_per_sm programs fit at once, and that each thread copies 16 bytes."""
+    """Check that ctas_per_sm programs fit at once, and that each thread copies 16 bytes."""
     assert report["copies"] == ["cp.async.cg.shared.global 16"], report
     assert "st.global.v4.b32" in report["stores"], report
-    assert report["registers"] <= REGISTERS // (report["threads"] * report["programs_per_sm"]), report
+    assert report["registers"] <= REGISTERS // (report["threads"] * report["ctas_per_sm"]), report
     # The system uses 1 KB of each program's shared memory.
-    shared_bytes = (report["shared_bytes"] + 1024) * report["programs_per_sm"]
+    shared_bytes = (report["shared_bytes"] + 1024) * report["ctas_per_sm"]
     assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
     # The widest rows leave up to 28 values in memory with Triton 3.6 and 3.7, and up to 50 with 3.9; others with
     # options or edges 24, and 40. Plain rows leave none, and 12: four took 27 % more time (128,256 bytes; H100, 3.6).

@@ -26,11 +26,13 @@ from tests.support.cases.one_pass import (
 )
 from tests.support.cases.pairs import covering
 from tests.support.truth.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
-from vocab_parallel_ce.blocks import ONE_PASS
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_CLUSTERS
+from vocab_parallel_ce.losses.labels import LABELS
 
 pytestmark = pytest.mark.cuda
 
 INF, NAN = float("inf"), float("nan")
+CLUSTERS = [(least, most, config) for least, most, _, config in ONE_PASS_CLUSTERS]
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +66,24 @@ PLACES = [("first", more) for more in (0, 1, 2, 3, 4, 5, 7, 60, 63, 65)]
 PLACES += [("whole", more) for more in (-8, -1, 0, 1, 7, 8, 63, 71)] + [("last", more) for more in (-5, 0)]
 
 
+def widths_of(case):
+    """Return the row bytes from, up to, and the configuration: of many rows or of few."""
+    n = case["configuration"]
+    if n >= len(ONE_PASS):
+        return CLUSTERS[n - len(ONE_PASS)]
+    return (SMOOTHING if "smoothing" in case["option"] else ONE_PASS)[n]
+
+
 def columns_of(case):
-    least, most, config = (SMOOTHING if "smoothing" in case["option"] else ONE_PASS)[case["configuration"]]
+    least, most, config = widths_of(case)
     place, more = case["place"]
-    chunk = 512 * config.num_warps
+    chunk = 512 * config.num_warps * config.ctas
     row_bytes = {"first": -(-least // 16) * 16, "last": most // 16 * 16, "whole": (least + most) // 2 // chunk * chunk}
     return row_bytes[place] // case["dtype"].itemsize + more
 
 
 def allowed(case):
-    """Smoothing has one configuration less, fp16 does not hold a thousand times the logits, and 0.3 rounds them."""
+    """Smoothing has no cluster, fp16 does not hold a thousand times the logits, and 0.3 rounds them."""
     option, kind = case.get("option", ""), case.get("kind")
     is_too_wide = "smoothing" in option and case.get("configuration", 0) >= len(SMOOTHING)
     is_rounded = option == "scale" and kind in ("far_negative", "times_1000")
@@ -82,7 +92,7 @@ def allowed(case):
 
 CALLS = covering(
     allowed,
-    configuration=tuple(range(len(ONE_PASS))),
+    configuration=tuple(range(len(ONE_PASS) + len(CLUSTERS))),
     place=tuple(PLACES),
     dtype=DTYPES,
     option=tuple(OPTIONS),
@@ -107,8 +117,10 @@ def labels_of(name, labels, columns, ignore_index):
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case['configuration']}-{case['place']}-{case['option']}")
-def test_every_call(multiprocessors, case):
+def test_every_call(monkeypatch, multiprocessors, case):
     """Few programs, whose rows follow each other, give the same bits. Ignored rows are not read."""
+    config = widths_of(case)[2]
+    monkeypatch.setattr(type(LABELS), "one_pass_config", lambda *_: config)
     columns, index = columns_of(case), case["ignore_index"]
     logits, labels = made(case["kind"], case["rows"], columns, case["dtype"])
     labels = labels_of(case["labels"], labels, columns, index)

@@ -151,13 +151,14 @@ def choose_block(table: Table, n_columns: int, element_size: int) -> Block:
 
 
 class OnePassConfig(NamedTuple):
-    """Launch shape of the one-pass kernel. A chunk is one 16-byte vector per thread."""
+    """Launch shape of the one-pass kernel. A chunk is one 16-byte vector per thread of a program."""
 
-    num_warps: int
+    num_warps: int  # of a thread block
     register_chunks: int  # chunks of a row that stay in registers
     stages: int  # chunks in the shared-memory buffer
     chunks_per_wait: int  # chunks that are waited for, and refilled, together
-    programs_per_sm: int
+    ctas_per_sm: int  # thread blocks of a multiprocessor
+    ctas: int = 1  # thread blocks of a program: a cluster, which shares a row
 
 
 # (row bytes from, up to, configuration). The best of 5 to 12 for bf16 rows of nine widths of 16 K to 148 K columns, on
@@ -169,14 +170,21 @@ ONE_PASS = (
     (94_209, 102_400, OnePassConfig(8, 4, 26, 8, 2)),
     (102_401, 122_880, OnePassConfig(16, 5, 26, 8, 1)),
     (122_881, 212_992, OnePassConfig(16, 4, 26, 8, 1)),
-    (212_993, 270_336, OnePassConfig(16, 8, 26, 4, 1)),
-    (270_337, 311_296, OnePassConfig(16, 10, 28, 8, 1)),
+    (212_993, 270_336, OnePassConfig(16, 7, 26, 4, 1)),
+    (270_337, 311_296, OnePassConfig(16, 4, 26, 8, 1, 2)),
 )
 
 # With smoothing, the widths at which two kernels were seen to lose, on one H100 with Triton 3.6. The widest rows keep
 # fewer chunks in registers; other widths spill.
 ONE_PASS_SMOOTHING = (ONE_PASS[2], (212_993, 270_336, OnePassConfig(16, 5, 28, 4, 1)))
 
+# (row bytes from, up to, rows up to, configuration), without smoothing: of few rows each has several multiprocessors.
+# The best of 2 to 7 for 1 to 1024 bf16 rows of six widths, on one H100 and one H200 with Triton 3.6.
+ONE_PASS_CLUSTERS = (
+    (94_209, 212_992, 512, OnePassConfig(8, 6, 27, 4, 2, 2)),
+    (212_993, 270_336, 512, OnePassConfig(4, 2, 18, 2, 6, 8)),
+    (270_337, 311_296, 256, OnePassConfig(4, 2, 18, 2, 6, 8)),
+)
 
 # (row bytes up to, rows). With fewer rows two kernels are faster, whose programs share a row. On one H200, Triton 3.6.
 ONE_PASS_ROWS = ((32_768, 1025), (65_536, 129), (1 << 62, CUT_ROWS + 1))
@@ -187,7 +195,15 @@ def fewest_rows_of_one_pass(row_bytes: int) -> int:
     return next(rows for most, rows in ONE_PASS_ROWS if row_bytes <= most)
 
 
-@functools.lru_cache
-def one_pass_config(row_bytes: int, table: tuple[tuple[int, int, OnePassConfig], ...]) -> OnePassConfig | None:
-    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels win."""
+@functools.lru_cache(maxsize=1024)
+def one_pass_config(
+    row_bytes: int, table: tuple[tuple[int, int, OnePassConfig], ...], n_rows: int | None = None
+) -> OnePassConfig | None:
+    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels win.
+
+    ``n_rows`` None: that of many rows, whatever their number, so that a row has the same bits among few and many.
+    """
+    for least, most, rows, config in ONE_PASS_CLUSTERS:
+        if n_rows is not None and n_rows <= rows and least <= row_bytes <= most:
+            return config
     return next((config for least, most, config in table if least <= row_bytes <= most), None)

@@ -146,8 +146,10 @@ def one_pass(call: Call, logits: Tensor, targets: Any, outputs: TokenOutputs) ->
     """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
     plan = call.plan
     assert plan.launchers.one_pass is not None
-    counted = plan.mean_over != ""
-    plan.launchers.one_pass(logits, targets, call.divisor, outputs, counted=counted, options=plan.options)
+    counted, is_reduced = plan.mean_over != "", plan.reduction != "none"
+    plan.launchers.one_pass(
+        logits, targets, call.divisor, outputs, counted=counted, is_reduced=is_reduced, options=plan.options
+    )
 
 
 def write_gradient(

@@ -14,6 +14,7 @@ from vocab_parallel_ce.shard import VocabShard
 pytestmark = pytest.mark.reference
 
 
+WIDTHS = (*ONE_PASS, *((least, most, config) for least, most, _, config in blocks.ONE_PASS_CLUSTERS))
 TABLES = (
     "READ_PAIRS",
     "READ_AND_WRITE",
@@ -47,6 +48,17 @@ def test_every_width_of_the_one_pass_table_has_one_configuration():
         assert one_pass_config(row_bytes, ONE_PASS) is None
 
 
+def test_few_rows_have_a_cluster_each():
+    """A row's bits do not depend on their number where that is not given."""
+    for least, most, rows, config in blocks.ONE_PASS_CLUSTERS:
+        for row_bytes in (least, most):
+            many = one_pass_config(row_bytes, ONE_PASS)
+            found = [one_pass_config(row_bytes, ONE_PASS, n) for n in (1, rows, rows + 1, 1 << 30)]
+            assert found == [config, config, many, many] and many.ctas < config.ctas
+    for row_bytes in (ONE_PASS[0][0] - 1, ONE_PASS[-1][1] + 1):
+        assert one_pass_config(row_bytes, ONE_PASS, 1) is None
+
+
 def test_the_fewest_rows_of_one_launch_are_those_of_the_page():
     """Of every width; docs/options.md has the numbers."""
     found = [blocks.fewest_rows_of_one_pass(row_bytes) for row_bytes in (1, 32_768, 32_769, 65_536, 65_537, 1 << 40)]
@@ -57,24 +69,24 @@ def test_the_fewest_rows_of_one_launch_are_those_of_the_page():
 
 def chunks_of(least, most, config):
     """Yield ``(chunks, register_chunks)`` of every row in the range."""
-    chunk_bytes = THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
+    chunk_bytes = THREADS_PER_WARP * config.num_warps * config.ctas * VECTOR_BYTES
     for chunks in range(-(-least // chunk_bytes), -(-most // chunk_bytes) + 1):
         yield chunks, min(config.register_chunks, chunks)
 
 
-@pytest.mark.parametrize("least, most, config", ONE_PASS, ids=str)
+@pytest.mark.parametrize("least, most, config", WIDTHS, ids=str)
 def test_a_buffer_holds_its_widest_row_and_fits_a_multiprocessor(least, most, config):
     for chunks, register_chunks in chunks_of(least, most, config):
         # At least one chunk of the next row is on its way.
         assert 1 <= chunks - register_chunks <= config.stages or chunks == register_chunks
     buffer_bytes = config.stages * THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
-    # Besides the buffer, a program needs memory for its reductions.
-    assert config.programs_per_sm * (buffer_bytes + 2048) <= ONE_PASS_SHARED_MEMORY
-    assert config.num_warps & (config.num_warps - 1) == 0
+    # Besides the buffer, a thread block needs memory for its reductions, and the system 1 KB.
+    assert config.ctas_per_sm * (buffer_bytes + 1536) <= ONE_PASS_SHARED_MEMORY
+    assert config.num_warps & (config.num_warps - 1) == 0 and config.ctas in (1, 2, 4, 8)
     assert config.stages >= config.chunks_per_wait >= 1
 
 
-@pytest.mark.parametrize("least, most, config", ONE_PASS, ids=str)
+@pytest.mark.parametrize("least, most, config", WIDTHS, ids=str)
 def test_no_stage_is_refilled_before_it_was_read_and_no_chunk_is_read_before_it_arrived(least, most, config):
     pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
     for chunks, register_chunks in chunks_of(least, most, config):

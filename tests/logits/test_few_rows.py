@@ -60,7 +60,7 @@ def one_launch(monkeypatch):
         by_rows = FEWEST if workload.fewest_rows else 0
         return Selection("one_pass", "", by_rows) if workload.gradient == "in_forward" else Selection("triton", "")
 
-    def in_one_launch(logits, beside, divisor, outputs, *, counted, options):
+    def in_one_launch(logits, beside, divisor, outputs, *, counted, is_reduced, options):
         n_rows = beside.labels.shape[0]
         calls.append(n_rows)
         shard = plan.VocabShard(0, logits.shape[-1], logits.shape[-1])

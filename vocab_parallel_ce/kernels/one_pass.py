@@ -7,7 +7,8 @@ and what ``labels`` has of the other options. One or two persistent programs per
 chunks of one 16-byte vector per thread (``one_pass_rows``). Asynchronous copies fill a circular buffer of STAGES chunks
 in shared memory, so the next rows arrive while the program works on this one. The gradient needs each chunk a second
 time. The first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay
-in the buffer.
+in the buffer. A program may be a cluster of CTAS thread blocks, each with its part of every chunk: so few rows keep all
+multiprocessors busy, and the widest rows stay on chip.
 
 The gradient with smoothing does not need the row's ``shifted_sum``. So with smoothing the loss is computed after the
 gradient, which sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need
@@ -27,7 +28,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vocab_parallel_ce.blocks import THREADS_PER_WARP
+from vocab_parallel_ce.blocks import THREADS_PER_WARP, OnePassConfig
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.labels import row_factors, store_outputs
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches, row_arguments
@@ -35,9 +36,11 @@ from vocab_parallel_ce.kernels.one_pass_rows import (
     Cursor,
     Sizes,
     Walk,
+    buffer_layout,
     chunk_columns,
     clear_rows,
     fetch,
+    lanes_of_each_cta,
     load_loose,
     locate,
     read_row,
@@ -48,8 +51,6 @@ from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 
-# Triton 3.7 renamed it.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 REGISTERS_OF_SM, REGISTERS_OF_THREAD = 65_536, 255
 
 
@@ -75,7 +76,7 @@ def known_label(column, n_columns, ignore_index):
 
 
 @gluon.jit
-def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED: gl.constexpr):
+def loss_weight(labels, divisor, class_weight, n_rows, n_columns, label_lanes, loss_options, COUNTED: gl.constexpr):
     """Return the weight of a row in the loss; 0 for a division by 0.
 
     If COUNTED, 1 / the number of labels, or 1 / the sum of their class weights. Else 1 / divisor, else 1.
@@ -83,9 +84,9 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
     """
     weight = 1.0
     if COUNTED:
-        counts = gl.zeros_like(lane_columns).to(gl.float32)
-        for first_row in range(0, n_rows, lane_columns.numel):
-            rows = first_row + lane_columns
+        counts = gl.zeros_like(label_lanes).to(gl.float32)
+        for first_row in range(0, n_rows, label_lanes.numel):
+            rows = first_row + label_lanes
             label = load_label(labels, rows, n_rows).to(gl.int64)
             live = (label != loss_options.ignore_index) & (rows < n_rows)
             if class_weight is not None:
@@ -94,7 +95,7 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
                 counts += gl.where(live & (inside == 0), float("nan"), weights)
             else:
                 counts += live.to(gl.float32)
-        weight = ops.inverse_divisor(gl.sum(gl.sum(counts, axis=1), axis=0), class_weight)
+        weight = ops.inverse_divisor(gl.sum(counts, axis=0), class_weight)
     elif divisor is not None:
         weight = ops.divisor_weight(divisor, class_weight)
     return weight
@@ -134,6 +135,7 @@ def one_pass_kernel(
     class_weight,  # [C] fp32, or None
     loss,  # [N] fp32, out
     lse,  # [N] fp32, out, or None
+    partials,  # [programs, 2, CTAS, 2] fp32, memory of the programs; or None: CTAS is 1
     layout,  # RowLayout of logits
     n_columns,
     loss_options,  # option_arguments
@@ -144,6 +146,7 @@ def one_pass_kernel(
     STAGES: gl.constexpr,
     CHUNKS_PER_WAIT: gl.constexpr,
     HAS_EDGES: gl.constexpr,
+    CTAS: gl.constexpr,
     LANES: gl.constexpr,
     VECTOR: gl.constexpr,
 ):
@@ -152,17 +155,19 @@ def one_pass_kernel(
     Loss ``log(1 + 8191 exp(-8)) = 1.3212``. Gradient ``exp(-8) / 3.7478 / 2 = 4.475e-5`` in the other
     columns and ``(0.2668 - 1) / 2 = -0.3666`` at the label.
     """
-    unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    unswizzled: gl.constexpr = buffer_layout(CTAS)
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
-    lane_columns = chunk_columns(LANES, VECTOR)
+    lane_columns = chunk_columns(LANES, VECTOR, CTAS)
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
-    walk = Walk(logits, layout, n_columns, lane_columns, buffer)
-    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
+    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES, CTAS)
     stage = 0
     row = gl.program_id(0)
+    if CTAS > 1:
+        partials += row * (4 * CTAS)
+    walk = Walk(logits, layout, n_columns, lane_columns, buffer, partials)
     step = gl.num_programs(0)
     ignore_index = loss_options.ignore_index
     label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
@@ -172,7 +177,8 @@ def one_pass_kernel(
     next_loose = load_loose(walk, body, label_columns[0], HAS_EDGES)
     for i in gl.static_range(STAGES):
         fetch(walk, Cursor(stage, row, step, label_columns), i, sizes)
-    weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
+    label_lanes = lanes_of_each_cta(LANES, VECTOR, CTAS)
+    weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, label_lanes, loss_options, COUNTED)
     outputs = TokenOutputs(loss, None, lse, None, None, None)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
@@ -202,15 +208,13 @@ def one_pass_kernel(
             stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum)
             store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
-        barrier()
-        write_label(walk, body, loose.target, column, factors, grads, loss_options)
+        write_label(walk, body, loose.target, column, factors, grads, loss_options, HAS_EDGES)
         stage = (stage + CHUNKS) % STAGES
         row += step
         label_columns = label_columns[1:] + (new_column,)
     if COUNTED or divisor is not None:
         if weight == 0:
             # The gradient may be NaN. It stays unseen.
-            barrier()
             clear_rows(walk, gl.program_id(0), step, n_rows, sizes)
 
 
@@ -221,41 +225,50 @@ def one_pass(
     outputs: TokenOutputs,
     *,
     counted: bool,
+    is_reduced: bool,
     options: LossOptions,
 ) -> None:
     """Fill ``outputs`` and write the gradient over ``logits [..., C]``, the whole vocabulary.
 
     If ``counted``, the number of rows that are not ignored, or the sum of their labels' class weights, divides the loss
-    and the gradient, else ``divisor [1]`` if given.
+    and the gradient, else ``divisor [1]`` if given. If ``is_reduced``, the bits of a row depend on the number of rows.
     """
     n_rows, n_columns = targets.labels.shape[0], logits.shape[-1]
     if n_rows == 0:
         return
     base, (layout, _) = row_arguments(logits)
-    tensors = (base, targets.labels, divisor, targets.class_weight, outputs.loss, outputs.lse)
-    launch, programs = _launch(logits.element_size(), n_columns, layout, counted, options)
-    launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))
+    size = logits.element_size()
+    config = LABELS.one_pass_config(options, n_columns * size, n_rows if is_reduced else None)
+    assert config is not None, "selection leaves rows that do not fit to other kernels"
+    launch = _launch(size, n_columns, layout, counted, options, config)
+    programs = min(max(config.ctas_per_sm * _multiprocessors(logits.get_device()) // config.ctas, 1), n_rows)
+    partials = None if config.ctas == 1 else outputs.loss.new_empty(programs, 2, config.ctas, 2)
+    tensors = (base, targets.labels, divisor, targets.class_weight, outputs.loss, outputs.lse, partials)
+    launch(programs, tensors, (n_rows,))
 
 
 @cache_launches
 def _launch(
-    element_size: int, n_columns: int, layout: tuple[int, ...], counted: bool, options: LossOptions
-) -> tuple[Launch, int]:
-    """Return the launch, and its programs per multiprocessor."""
-    config = LABELS.one_pass_config(options, n_columns * element_size)
-    assert config is not None, "selection leaves rows that do not fit to other kernels"
+    element_size: int,
+    n_columns: int,
+    layout: tuple[int, ...],
+    counted: bool,
+    options: LossOptions,
+    config: OnePassConfig,
+) -> Launch:
     vector = VECTOR_BYTES // element_size
-    lanes = THREADS_PER_WARP * config.num_warps
+    lanes = THREADS_PER_WARP * config.num_warps * config.ctas
     chunks = -(-n_columns // vector * vector // (lanes * vector))
     has_edges = n_columns % vector != 0 or RowLayout(*layout).pitch % vector != 0
     register_chunks = min(config.register_chunks, chunks)
-    sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges)
+    sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges, config.ctas)
     constants = {"COUNTED": counted, **sizes._asdict(), "LANES": lanes, "VECTOR": vector}
     values = (RowLayout(*layout), n_columns, options)
     # All programs of a multiprocessor must fit at once; the compiler does not know how many there are.
-    registers = min(REGISTERS_OF_SM // (lanes * config.programs_per_sm), REGISTERS_OF_THREAD)
-    launch = Launch(one_pass_kernel, values, constants, num_warps=config.num_warps, maxnreg=registers)
-    return launch, config.programs_per_sm
+    threads = THREADS_PER_WARP * config.num_warps * config.ctas_per_sm
+    registers = min(REGISTERS_OF_SM // threads // 8 * 8, REGISTERS_OF_THREAD)  # a warp gets eights of them
+    cluster = {"num_ctas": config.ctas} if config.ctas > 1 else {}
+    return Launch(one_pass_kernel, values, constants, num_warps=config.num_warps, maxnreg=registers, **cluster)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ class Walk(NamedTuple):
     n_columns: tl.tensor
     lane_columns: tl.tensor  # [LANES, VECTOR] columns of a body's first chunk
     buffer: gl.shared_memory_descriptor
+    partials: tl.tensor  # [2, CTAS, 2] fp32, what the program's blocks know of a row, and of the one before; or None
 
 
 class Sizes(NamedTuple):
@@ -43,6 +44,7 @@ class Sizes(NamedTuple):
     STAGES: gl.constexpr
     CHUNKS_PER_WAIT: gl.constexpr
     HAS_EDGES: gl.constexpr
+    CTAS: gl.constexpr  # thread blocks of a program: a cluster
 
 
 class Cursor(NamedTuple):
@@ -108,12 +110,38 @@ def locate(walk, row, column, HAS_EDGES: gl.constexpr):
     return Body(begin, first, width, target_vector)
 
 
+@gluon.constexpr_function
+def tile_layout(LANES, VECTOR, CTAS):
+    """Return the layout of a chunk ``[LANES, VECTOR]``: a vector per thread, and a part per thread block."""
+    blocks = [[1 << i, 0] for i in range(CTAS.bit_length() - 1)]
+    return gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32 // CTAS, 1], [1, 0], blocks)
+
+
+@gluon.constexpr_function
+def buffer_layout(CTAS):
+    """Return the layout of the buffer: each thread block has its part of a chunk."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[1 << i, 0] for i in range(CTAS.bit_length() - 1)])
+
+
+@gluon.constexpr_function
+def cta_layout(LANES, SIZE, CTAS):
+    """Return the layout of a vector that each thread block has, SIZE elements per thread."""
+    return gl.BlockedLayout([SIZE], [32], [LANES // 32 // CTAS], [0], [[0]] * (CTAS.bit_length() - 1))
+
+
 @gluon.jit
-def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr):
+def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr, CTAS: gl.constexpr):
     """Return the columns ``[LANES, VECTOR]`` of a chunk: a vector per thread."""
-    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
+    tile: gl.constexpr = tile_layout(LANES, VECTOR, CTAS)
     vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
     return vectors[:, None] * VECTOR + gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))[None, :]
+
+
+@gluon.jit
+def lanes_of_each_cta(LANES: gl.constexpr, VECTOR: gl.constexpr, CTAS: gl.constexpr):
+    """Return numbers of lanes from 0 on, a vector per thread, that each thread block of a program has."""
+    layout: gl.constexpr = cta_layout(LANES, VECTOR, CTAS)
+    return gl.arange(0, LANES // CTAS * VECTOR, layout=layout)
 
 
 @gluon.jit
@@ -220,11 +248,48 @@ def read_row(walk, cursor, body, loose, loss_options, SIZES: gl.constexpr):
         lane_sum *= ops.exp_shifted(lane_max, shift)
         lane_sum += gl.where(is_other, gl.sum(ops.exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
-    row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
+    row_max, others_sum = merge_ctas(walk, cursor, lane_max, lane_sum, SIZES.CTAS)
     for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
         if done < SIZES.REGISTER_CHUNKS:
             fetch(walk, cursor, done + SIZES.STAGES, SIZES)
     return row_max, others_sum, chunks
+
+
+@gluon.jit
+def cluster_barrier(lanes):
+    """Wait for all threads of a cluster; what they stored before is there then. Triton 3.6 has no name for it."""
+    return gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;",
+        "=r,r",
+        [lanes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def merge_ctas(walk, cursor, lane_max, lane_sum, CTAS: gl.constexpr):
+    """Merge what all lanes know, in the order of the program's thread blocks.
+
+    They exchange it through memory: Triton 3.6 and 3.7 cannot compile a reduction over a cluster.
+    """
+    LANES: gl.constexpr = walk.lane_columns.shape[0]
+    if CTAS > 1:
+        lane_max = gl.reshape(lane_max, [CTAS, LANES // CTAS])
+        lane_sum = gl.reshape(lane_sum, [CTAS, LANES // CTAS])
+        cta_max, cta_sum = gl.reduce((lane_max, lane_sum), 1, merge_lanes)
+        # Every second row has the same memory: another block may still read that of the row before.
+        partials = walk.partials + cursor.row // cursor.step % 2 * (2 * CTAS)
+        own = 2 * gl.arange(0, CTAS, layout=cta_max.type.layout)
+        gl.store(partials + own, cta_max)
+        gl.store(partials + own + 1, cta_sum)
+        cluster_barrier(lanes_of(walk))
+        of_each_cta: gl.constexpr = cta_layout(LANES, 1, CTAS)
+        cta = 2 * gl.arange(0, CTAS, layout=of_each_cta)
+        lane_max = gl.load(partials + cta, cache_modifier=".cg")
+        lane_sum = gl.load(partials + cta + 1, cache_modifier=".cg")
+    return gl.reduce((lane_max, lane_sum), 0, merge_lanes)
 
 
 @gluon.jit
@@ -235,7 +300,7 @@ def shifted_logits(x, inside, factors, loss_options):
 
 @gluon.jit
 def sum_if_smoothed(values, loss_options):
-    """Return the sum over the lanes, 0 without smoothing."""
+    """Return the sum over the lanes of a program's one thread block, 0 without smoothing."""
     total = 0.0
     if loss_options.smoothing is not None:
         total = gl.sum(values, axis=0)
@@ -291,12 +356,21 @@ def write_edges(walk, body, edges, live, factors, grads, loss_options):
 
 
 @gluon.jit
-def write_label(walk, body, target, column, factors, grads, loss_options):
-    """Write the label's gradient. A label in an excluded column is no column's target."""
+def write_label(walk, body, target, column, factors, grads, loss_options, HAS_EDGES: gl.constexpr):
+    """Write the label's gradient. A label in an excluded column is no column's target.
+
+    The thread that wrote the label's vector, or its edge, does: so it is the later one of the two without a barrier.
+    """
+    lanes = lanes_of(walk)
+    is_writer = lanes == body.target_vector % lanes.shape[0]
+    if HAS_EDGES:
+        offset, inside = edge_offsets(walk, body)
+        is_writer = gl.where(body.target_vector >= 0, is_writer, inside & (offset == body.begin + column))
     x = target.to(gl.float32)
     is_written = (column >= 0) & (ops.transform(x, loss_options)[0] > float("-inf"))
-    grad = logits_gradient(x, True, 0.0, factors, grads, loss_options)
-    gl.store(walk.logits + body.begin + column, grad.to(walk.logits.dtype.element_ty), mask=is_written)
+    grad = logits_gradient(x, True, 0.0, factors, grads, loss_options).to(walk.logits.dtype.element_ty)
+    pointers = walk.logits + (body.begin + column) + gl.zeros_like(lanes)
+    gl.store(pointers, grad, mask=is_writer & is_written)
 
 
 @gluon.jit

@@ -104,8 +104,8 @@ class Loss:
         """Return the names of what ``one_pass`` cannot do."""
         return (f"another loss than that of labels, {type(self).__name__}",)
 
-    def one_pass_config(self, options: Any, row_bytes: int) -> OnePassConfig | None:
-        """Return the launch shape of ``one_pass`` for rows of ``row_bytes``; None if it has none."""
+    def one_pass_config(self, options: Any, row_bytes: int, n_rows: int | None = None) -> OnePassConfig | None:
+        """Return the launch shape of ``one_pass`` for ``n_rows`` of ``row_bytes``, or for many; None if it has none."""
         return None
 
     def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:

@@ -66,8 +66,10 @@ class LabelLoss(Loss):
             lacks.append("label_smoothing with class_weight")
         return tuple(lacks)
 
-    def one_pass_config(self, options: LossOptions, row_bytes: int) -> OnePassConfig | None:
-        return one_pass_config(row_bytes, ONE_PASS_SMOOTHING if options.smoothing else ONE_PASS)
+    def one_pass_config(self, options: LossOptions, row_bytes: int, n_rows: int | None = None) -> OnePassConfig | None:
+        if options.smoothing:
+            return one_pass_config(row_bytes, ONE_PASS_SMOOTHING)
+        return one_pass_config(row_bytes, ONE_PASS, n_rows)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:

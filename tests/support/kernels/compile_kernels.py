@@ -60,7 +60,7 @@ def source_of(variant: Variant) -> ASTSource:
 
     signature = dict.fromkeys(names, "i32") | dict.fromkeys(launch.constants, "constexpr")
     signature |= {names[i]: type_of(argument, (i,)) for i, argument in enumerate(arguments)}
-    if variant.programs_per_sm is None:
+    if variant.ctas_per_sm is None:
         return ASTSource(launch.kernel, signature, constexprs, attrs)
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -90,7 +90,7 @@ def report(target: GPUTarget, variant: Variant) -> dict:
         "copies": sorted({f"{kind} {int(n, 0)}" for kind, n in re.findall(ASYNCHRONOUS_COPY, ptx)}),
         "shared_bytes": compiled.metadata.shared,
         "threads": THREADS_PER_WARP * num_warps,
-        "programs_per_sm": variant.programs_per_sm,
+        "ctas_per_sm": variant.ctas_per_sm,
         "of_a_thread": loaded_by_a_thread(compiled.asm["ttgir"]),
         **resource_usage(cubin),
     }

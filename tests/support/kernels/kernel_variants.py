@@ -26,12 +26,15 @@ from tests.support.kernels.variant import (
 )
 from vocab_parallel_ce.blocks import (
     ONE_PASS,
+    ONE_PASS_CLUSTERS,
     PARTS_AT_ONCE,
+    OnePassConfig,
     StatisticsShape,
     gradient_shape,
 )
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.losses.top_k_teacher import TopKOptions
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions
@@ -114,6 +117,9 @@ def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
             yield one_pass("bf16", row_bytes, "plain", "mean")
         for option in ("class_weight", "smoothing"):
             yield one_pass("bf16", 102_400, option, "mean", edges=True)
+        for _, most, _, few in ONE_PASS_CLUSTERS:
+            yield one_pass("bf16", most, "plain", "mean", few=few)
+            yield one_pass("bf16", most, "class_weight", "mean", edges=True, few=few)
 
 
 def of_units() -> Iterator[Variant]:
@@ -310,16 +316,20 @@ def finish(option: str, ranks: int, summed: bool = False) -> Variant:
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
-def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = False) -> Variant:
-    """Rows of at most ``row_bytes``; with ``edges``, of one column less."""
+def one_pass(
+    dtype: str, row_bytes: int, option: str, call: str, edges: bool = False, few: OnePassConfig | None = None
+) -> Variant:
+    """Rows of at most ``row_bytes``; with ``edges``, of one column less. ``few``: the configuration, of few rows."""
     options, fp32 = OPTIONS[option], torch.float32
+    config = few or LABELS.one_pass_config(options, row_bytes)
+    assert config is not None
     outputs = (fp32, fp32 if options.lse else None)
     divisor = torch.int32 if call == "num_items" else None
-    dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
+    weights, partials = fp32 if options.class_weight else None, fp32 if config.ctas > 1 else None
+    dtypes = (DTYPES[dtype], torch.int64, divisor, weights, *outputs, partials)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
     sizes = (0, 1, 1, n_columns, 0, 0)
-    launch, programs = launch_of(
-        "one_pass", "_launch", DTYPES[dtype].itemsize, n_columns, sizes, call == "mean", options
-    )
-    name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
-    return Variant(name, launch, dtypes, programs)
+    key = (DTYPES[dtype].itemsize, n_columns, sizes, call == "mean", options, config)
+    launch = launch_of("one_pass", "_launch", *key)
+    name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}{f'-{config.ctas}_ctas' * (few is not None)}-{row_bytes}"
+    return Variant(name, launch, dtypes, config.ctas_per_sm)

@@ -13,7 +13,8 @@ ONE, SEVERAL, BY_SIZE = "uncut rows", "rows in parts", "rows as they are"
 ALWAYS, NEVER = ((MANY, 0),), ((MANY, MANY),)
 LIMITS: dict[str, dict[str, Any]] = {
     BY_SIZE: {},
-    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "ONE_PASS_ROWS": ALWAYS},
+    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "ONE_PASS_ROWS": ALWAYS}
+    | {"ONE_PASS_CLUSTERS": ()},
     SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY}
     | {"ONE_PASS_ROWS": NEVER},
 }
@@ -46,6 +47,7 @@ def _limits(**limits: Any) -> Iterator[None]:
 def _forget_shapes() -> None:
     blocks.statistics_shape.cache_clear()
     blocks.gradient_shape.cache_clear()
+    blocks.one_pass_config.cache_clear()
     forget_plans()
 
 

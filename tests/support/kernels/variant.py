@@ -34,7 +34,7 @@ class Variant(NamedTuple):
     name: str
     launch: Launch
     dtypes: tuple[torch.dtype | None, ...]  # of its tensors
-    programs_per_sm: int | None = None
+    ctas_per_sm: int | None = None
     is_specialised: bool = False  # the compiler knows which integers 16 divides, as in a launch
 
 
