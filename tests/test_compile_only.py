@@ -82,7 +82,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
             assert "st.global.v4.b32" in report["stores"], report
         # 8 warps of 64 registers: four rows at a time on a multiprocessor of 64 K registers, 16 of scaled gradients
         # two. Kernels of pairs must fit two rows, and may leave four values in memory. So may the statistics of rows
-        # with edges under all options. The loss of all options may leave six.
+        # with edges under all options. The loss of all options may leave ten.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
         is_large = report["kernel"].startswith((*PAIRS, *MERGED_PAIRS)) or "-edges-all_weighted" in report["kernel"]
         registers, stack_bytes = (128, 16) if is_large and not is_plain else (64, 0)
@@ -98,7 +98,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         if report["kernel"].startswith(IDS):
             registers = 96  # one warp a row: as many as a multiprocessor has room for
         if report["kernel"].startswith("loss-all"):
-            registers, stack_bytes = (64 if report["threads"] == 1024 else 96), 24
+            registers, stack_bytes = (64 if report["threads"] == 1024 else 96), 40
         assert report["registers"] <= registers, report
         assert report["stack_bytes"] <= stack_bytes, report
         if "_units" in report["kernel"]:

@@ -312,12 +312,12 @@ def test_rows_of_views_and_nothing_between_them(multiprocessors, columns):
 @pytest.mark.parametrize("columns", (NARROW, NARROW + 1, WIDE_SMOOTHED))
 @pytest.mark.parametrize("option", ("plain", "all with weights", "all with smoothing"))
 def test_equal_bits_every_time(columns, option):
-    logits, labels = made("mixture", 300, columns)
+    logits, labels = made("mixture", 600, columns)  # more than have clusters
     options = options_of(option, columns)
     expected = run(logits.clone(), labels, **options)
     for _ in range(10):
         assert_equal(run(logits.clone(), labels, **options), expected)
-    # A row's bits are its own.
+    # Unreduced, a row's bits are its own, among few rows too.
     options["reduction"] = "none"
     loss, grad = run(logits.clone(), labels, **options)
     assert_equal(run(logits[3:5].clone(), labels[3:5], **options), (loss[3:5], grad[3:5]))

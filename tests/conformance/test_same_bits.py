@@ -17,10 +17,12 @@ from tests.support.random.calls import is_head, name_of
 from tests.support.random.inputs import Draw
 from tests.support.ranks.in_turn import in_turn
 from tests.support.record_calls import upstream_of
+from vocab_parallel_ce import vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import units_of
 from vocab_parallel_ce.environment import SAME_BITS
+from vocab_parallel_ce.layout import VECTOR_BYTES
 
-UNITS, VECTOR = 8, 8
+UNITS = 8
 N_CALLS, BLOCK = 300, 10
 # Of k tokens, the sums of each rank have an order of their own.
 OTHERS = ("distillation_loss, k tokens", "one_pass")
@@ -41,9 +43,9 @@ class DrawUnits(Draw):
 
     def bounds(self, itemsize: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
         rng = random.Random(f"units {self.seed}")
-        most = 40 if self.small else 2000
-        unit = VECTOR * int(most ** rng.random())
-        padding = rng.choice((0, 0, VECTOR, 1, 11, unit, 2 * unit + 3))
+        most, vector = 40 if self.small else 2000, VECTOR_BYTES // itemsize
+        unit = vector * int(most ** rng.random())
+        padding = rng.choice((0, 0, vector, 1, 11, unit, 2 * unit + 3))
         width = UNITS * unit // ranks
         vocab_size = max(1, UNITS * unit - padding)
         return vocab_size, [(rank * width, (rank + 1) * width) for rank in range(ranks)]
@@ -83,3 +85,25 @@ def test_1_2_4_and_8_ranks_give_the_same_bits(impl_device, first):
     for seed in SEEDS[first : first + (1 if is_interpreted else BLOCK)]:
         with programs((ONE, SEVERAL)[seed % 2]):
             assert_same_bits(seed, device, impl, small=device == "cpu" or impl == "reference")
+
+
+@pytest.mark.interpreted(5)
+@pytest.mark.parametrize("label", (-1, -20, 64, 10**6, 2**32 + 3))
+def test_the_weight_of_a_label_outside_stays_in_the_mean(impl_device, label):
+    """It is NaN. A unit that the label is not in has no place for it."""
+    impl, device = impl_device
+    logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    weight, labels = torch.ones(64, device=device), torch.tensor([3, label], device=device)
+
+    def on_rank(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+        width = 64 // (1 if group is None else group.size())
+        own = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
+        options = {"class_weight": weight, "group": group, "impl": impl}
+        loss = vocab_parallel_cross_entropy(own, labels, **options)
+        with torch.autograd.set_multithreading_enabled(False):
+            (gradient,) = torch.autograd.grad(loss, own)
+        return loss.detach(), gradient
+
+    for n_ranks in (1, 2, 4, 8):
+        for loss, gradient in in_turn(n_ranks, on_rank):
+            assert loss.isnan() and gradient.isnan().all()

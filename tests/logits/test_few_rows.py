@@ -50,7 +50,7 @@ def test_a_mode_by_name_is_no_more_than_the_default_and_a_scale(options):
 
 @pytest.fixture
 def one_launch(monkeypatch):
-    """What a GPU would select; returns the rows of each call of ``one_pass``, which computes what ``triton`` does."""
+    """What a GPU would select; returns (rows, is_reduced) of each ``one_pass``, which does what ``triton`` does."""
     from vocab_parallel_ce import kernels
     from vocab_parallel_ce.kernels import one_pass
 
@@ -62,7 +62,7 @@ def one_launch(monkeypatch):
 
     def in_one_launch(logits, beside, divisor, outputs, *, counted, is_reduced, options):
         n_rows = beside.labels.shape[0]
-        calls.append(n_rows)
+        calls.append((n_rows, is_reduced))
         shard = plan.VocabShard(0, logits.shape[-1], logits.shape[-1])
         stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
         count = torch.empty(1, dtype=torch.int32) if counted else None
@@ -90,10 +90,11 @@ def test_one_launch_from_the_fewest_rows_on(one_launch, reduction):
         oracle, peer = (of(logits, labels, **options) for of in (cross_entropy_fp64, cross_entropy_same_dtype))
         assert_within_budget(loss, oracle.loss, peer.loss)
         assert_within_budget(grad, oracle.grad, peer.grad)
-    assert one_launch == ([FEWEST - 1] if reduction == "none" else []) + [FEWEST, FEWEST + 2]
+    rows = ([FEWEST - 1] if reduction == "none" else []) + [FEWEST, FEWEST + 2]
+    assert one_launch == [(n_rows, reduction != "none") for n_rows in rows]
 
 
 def test_each_chunk_of_a_head_by_its_own_rows(one_launch):
     """Ten tokens in chunks of 4, of which the last has 2."""
     linear.check(("triton", "cpu"), linear.many_tokens(10, 520), chunk_size=4)
-    assert one_launch == [4, 4]
+    assert one_launch == [(4, True), (4, True)]

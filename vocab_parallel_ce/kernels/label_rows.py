@@ -45,8 +45,7 @@ def locate_row(
         lane_ends, lane_vectors = width, tl.arange(0, LANES) * VECTOR
     else:
         first, width = ops.unit_body(begin, n_columns, VECTOR)
-        unit_begin, lane_vectors = ops.unit_lanes(unit_width, LANES, VECTOR)
-        lane_ends = tl.minimum(width, unit_begin + unit_width) // VECTOR * VECTOR
+        lane_vectors, lane_ends = ops.unit_lanes(width, unit_width, LANES, VECTOR)
     owned = (column >= 0) & (column < n_columns)
     target = begin + column
     target_vector = (target - first) // VECTOR * VECTOR
@@ -211,7 +210,8 @@ def merge_columns(
     column, unit = loose.offset - row.begin, 0
     z, inside = loose.z, loose.inside
     if UNITS > 0:
-        unit = (row.target - row.begin).to(tl.int32) // row.unit_width
+        # A label that is not owned adds nothing but the NaN of its weight, to any unit.
+        unit = tl.where(row.owned, (row.target - row.begin).to(tl.int32) // row.unit_width, 0)
     if UNITS > 0 and HAS_EDGES:
         # The edge may be in another unit than the label.
         edge_z, is_edge = tl.where(loose.is_edge, z, float("-inf")), inside & loose.is_edge

@@ -3,11 +3,11 @@
     loss = log(sum_exp) + row_max - z_y + z_loss * lse^2
     dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_y - 1 = -others_sum / sum_exp
 
-and what ``labels`` has of the other options. One or two persistent programs per multiprocessor walk the rows, in
-chunks of one 16-byte vector per thread (``one_pass_rows``). Asynchronous copies fill a circular buffer of STAGES chunks
-in shared memory, so the next rows arrive while the program works on this one. The gradient needs each chunk a second
-time. The first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay
-in the buffer. A program may be a cluster of CTAS thread blocks, each with its part of every chunk: so few rows keep all
+and what ``labels`` has of the other options. Persistent programs, all at once on the GPU, walk the rows, in chunks of
+one 16-byte vector per thread (``one_pass_rows``). Asynchronous copies fill a circular buffer of STAGES chunks in shared
+memory, so the next rows arrive while the program works on this one. The gradient needs each chunk a second time. The
+first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay in the
+buffer. A program may be a cluster of CTAS thread blocks, each with its part of every chunk: so few rows keep all
 multiprocessors busy, and the widest rows stay on chip.
 
 The gradient with smoothing does not need the row's ``shifted_sum``. So with smoothing the loss is computed after the

@@ -2,7 +2,7 @@
 
 A row is a body of whole 16-byte vectors, which are copied to the buffer, and edges before and after the body if rows
 are not aligned. A chunk is one vector per lane, and a lane is a thread. A thread reads only vectors that it copied
-itself. So it waits for its own copies only, and needs no barrier.
+itself. So it waits for its own copies only, without a barrier: only a cluster has one, for the sums of a row.
 
 Next to the label's own term, ``others_sum`` would lose digits. So the walk leaves out the label's vector. The other
 logits of that vector, and the edges, are loaded separately, one per lane, and the sums begin with them.

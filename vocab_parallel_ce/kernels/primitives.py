@@ -61,11 +61,12 @@ def unit_body(begin, n_columns, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def unit_lanes(unit_width, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Return where each lane's unit begins, and its first column; a unit has 32 lanes, a warp."""
+def unit_lanes(width, unit_width, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Return each lane's first column, and where its unit ends in a body of ``width``; a unit has 32 lanes, a warp."""
     lane = tl.arange(0, LANES)
     unit_begin = lane // 32 * (unit_width // VECTOR) * VECTOR
-    return unit_begin, unit_begin + lane % 32 * VECTOR
+    unit_end = tl.minimum(width, unit_begin + unit_width) // VECTOR * VECTOR
+    return unit_begin + lane % 32 * VECTOR, unit_end
 
 
 @triton.jit

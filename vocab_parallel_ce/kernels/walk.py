@@ -97,8 +97,7 @@ def body_tile(
         columns = begin + ops.tile_columns(LANES, VECTOR)
         inside = columns < place.width
     else:
-        unit_begin, lane_vectors = ops.unit_lanes(place.unit_width, LANES, VECTOR)
-        lane_ends = tl.minimum(place.width, unit_begin + place.unit_width) // VECTOR * VECTOR
+        lane_vectors, lane_ends = ops.unit_lanes(place.width, place.unit_width, LANES, VECTOR)
         columns = begin + (lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :])
         inside = (begin + lane_vectors < lane_ends)[:, None] & (columns >= 0)
     offset = place.first + columns
