@@ -162,8 +162,8 @@ class OnePassConfig(NamedTuple):
 
 
 # (row bytes from, up to, configuration). The best of 5 to 12 for bf16 rows of nine widths of 16 K to 148 K columns, on
-# one H200 with Triton 3.6, among those that spill nothing in plain rows; of about 80 before. A row has at most
-# register_chunks + stages chunks.
+# one H200 with Triton 3.6, among those that spill nothing in plain rows; of about 80 before. The cluster of the widest
+# rows: on one H100. A row has at most register_chunks + stages chunks.
 ONE_PASS = (
     (16_384, 40_960, OnePassConfig(4, 6, 48, 8, 2)),
     (40_961, 94_208, OnePassConfig(8, 4, 24, 8, 2)),

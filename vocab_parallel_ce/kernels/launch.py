@@ -162,9 +162,9 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
 
 
 @functools.lru_cache(maxsize=1024)
-def begin_at_vectors(rows: Rows, element_size: int) -> bool:
-    """Return whether rows begin at boundaries of 16 bytes."""
-    return RowLayout(*rows[0]).pitch * element_size % VECTOR_BYTES == 0
+def begin_at_vectors(layout: tuple[int, ...], element_size: int) -> bool:
+    """Return whether rows of a ``RowLayout`` begin at boundaries of 16 bytes."""
+    return RowLayout(*layout).pitch * element_size % VECTOR_BYTES == 0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -202,7 +202,7 @@ def online_softmax(shard: VocabShard, options: LossOptions) -> Callable[..., Non
         n_rows = labels.shape[0]
         base, rows = row_arguments(logits)
         size = logits.dtype.itemsize
-        units = units_of(shard, rank, stats[0].shape[0], size) if begin_at_vectors(rows, size) else 0
+        units = units_of(shard, rank, stats[0].shape[0], size) if begin_at_vectors(rows[0], size) else 0
         block, launch, part_launch = launches(rows, n_rows, size, stats[0].shape[2], units)
         parts, counted = None, count
         if part_launch is not None:

@@ -278,7 +278,7 @@ def _with_parts(
     base, other_base, rows = pair_arguments(logits, targets[0])
     pair = (base, other_base, getattr(targets, "labels", None), getattr(targets, "class_weight", None))
     size = base.element_size()
-    is_aligned = rows.alike and begin_at_vectors((rows.layout, False), size)
+    is_aligned = rows.alike and begin_at_vectors(rows.layout, size)
     units = units_of(loss.shard, rank, n_ranks, size) if is_aligned else 0
     shape = statistics_shape(n_rows, loss.shard, size, 2, units)
     if not shape.is_cut:
