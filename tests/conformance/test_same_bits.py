@@ -3,7 +3,9 @@
 Random calls of every loss over logits; a seed decides all but the number of ranks.
 """
 
+import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.support.random.call import Call, alike
 from tests.support.random.calls import is_head, name_of
 from tests.support.random.inputs import Draw
 from tests.support.ranks.in_turn import in_turn
+from tests.support.ranks.pools import device_of, in_several_ranks
 from tests.support.record_calls import upstream_of
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import units_of
@@ -51,28 +54,36 @@ class DrawUnits(Draw):
         return vocab_size, [(rank * width, (rank + 1) * width) for rank in range(ranks)]
 
 
-def results(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> dict[str, Tensor]:
-    """The outputs of a call, and the gradient of the whole vocabulary."""
+OfRank = tuple[dict[str, Tensor], Tensor]  # outputs, and the gradient of the rank's logits
+
+
+def ready(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> logits.LogitsCase:
     changes = {"ranks": n_ranks, "layout": "contiguous", "other_layout": "contiguous"}
-    call = Call(seed, device, impl, small, changes, DrawUnits)
-    case = logits.ready(call)
+    return logits.ready(Call(seed, device, impl, small, changes, DrawUnits))
 
-    def on_rank(rank: int, group: Any) -> tuple[dict[str, Tensor], Tensor]:
-        outputs = call.invoke(case.given[rank], group)
+
+def of_rank(case: logits.LogitsCase, rank: int, group: Any) -> OfRank:
+    with programs((ONE, SEVERAL)[case.call.seed % 2]):
+        outputs = case.call.invoke(case.given[rank], group)
         with torch.autograd.set_multithreading_enabled(False):
-            case.backward(rank, outputs, upstream_of(call, outputs))
-        return {name: value.detach() for name, value in outputs.items()}, case.gradients(rank)["logits"]
+            case.backward(rank, outputs, upstream_of(case.call, outputs))
+    return {name: value.detach() for name, value in outputs.items()}, case.gradients(rank)["logits"]
 
-    ranks = in_turn(n_ranks, on_rank)
+
+def whole(ranks: Sequence[OfRank]) -> dict[str, Tensor]:
+    """The outputs of a call, and the gradient of the whole vocabulary."""
     outputs = {name: value for name, value in ranks[0][0].items() if name != "gradient"}
     return outputs | {"gradient": torch.cat([gradient for _, gradient in ranks], dim=-1)}
 
 
-def assert_same_bits(seed: int, device: str, impl: str, small: bool) -> None:
-    one = results(seed, device, impl, small, 1)
-    for n_ranks in (2, 4, 8):
-        for name, value in results(seed, device, impl, small, n_ranks).items():
-            assert alike(value, one[name]), f"{name} of {name_of(seed)}: {n_ranks} ranks differ from 1"
+def results(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> dict[str, Tensor]:
+    case = ready(seed, device, impl, small, n_ranks)
+    return whole(in_turn(n_ranks, functools.partial(of_rank, case)))
+
+
+def assert_same_bits(seed: int, several: dict[str, Tensor], one: dict[str, Tensor], n_ranks: int) -> None:
+    for name, value in several.items():
+        assert alike(value, one[name]), f"{name} of {name_of(seed)}: {n_ranks} ranks differ from 1"
 
 
 @pytest.mark.quick(1)
@@ -82,9 +93,30 @@ def test_1_2_4_and_8_ranks_give_the_same_bits(impl_device, first):
     """The interpreter takes its time: it runs one call of a block."""
     impl, device = impl_device
     is_interpreted = (impl, device) == ("triton", "cpu")
+    small = device == "cpu" or impl == "reference"
     for seed in SEEDS[first : first + (1 if is_interpreted else BLOCK)]:
-        with programs((ONE, SEVERAL)[seed % 2]):
-            assert_same_bits(seed, device, impl, small=device == "cpu" or impl == "reference")
+        one = results(seed, device, impl, small, 1)
+        for n_ranks in (2, 4, 8):
+            assert_same_bits(seed, results(seed, device, impl, small, n_ranks), one, n_ranks)
+
+
+def in_process(rank: int, group: Any, seeds: Sequence[int], impl: str, small: bool) -> list[OfRank]:
+    device = str(device_of(rank, group))
+    return [of_rank(ready(seed, device, impl, small, group.size()), rank, group) for seed in seeds]
+
+
+@in_several_ranks
+@pytest.mark.interpreted(2 * N_CALLS // BLOCK)
+@pytest.mark.parametrize("first", range(0, N_CALLS, BLOCK))
+def test_ranks_in_processes_give_the_bits_of_one(rank_pool, impl, first):
+    device = "cuda" if rank_pool.backend == "nccl" else "cpu"
+    is_interpreted = (impl, device) == ("triton", "cpu")
+    small = device == "cpu" or impl == "reference"
+    seeds = SEEDS[first : first + (1 if is_interpreted else BLOCK)]
+    ranks = rank_pool.run(in_process, seeds, impl, small)
+    for i, seed in enumerate(seeds):
+        one = {name: value.cpu() for name, value in results(seed, device, impl, small, 1).items()}
+        assert_same_bits(seed, whole([calls[i] for calls in ranks]), one, len(ranks))
 
 
 @pytest.mark.interpreted(5)
