@@ -83,6 +83,7 @@ STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
 PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or those that other programs stored
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
+UNIT_PARTS_AT_ONCE = 4  # of a row of units: its parts are narrower
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts together; no fewer than CUT_ROWS
 PROGRAMS_OF_FEW_ROWS = 4096  # of a gradient: with fewer, its programs write fewer tiles than the table says
 
@@ -128,8 +129,8 @@ def statistics_shape(
     block = unit_block(shard, units, element_size) if units else statistics_block(shard.n_valid, element_size)
     is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
     at_once = PARTS_AT_ONCE if n_rows <= AT_ONCE_ROWS else 1
-    if units:  # more parts, of which narrow programs load more together
-        at_once = 2 * PARTS_AT_ONCE if is_cut else max(at_once, 2) if units == 1 else at_once
+    if units:
+        at_once = 2 * PARTS_AT_ONCE if is_cut else UNIT_PARTS_AT_ONCE
     return StatisticsShape(block, is_cut, at_once)
 
 

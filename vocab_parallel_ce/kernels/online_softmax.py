@@ -230,8 +230,8 @@ def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: Loss
         if options.softcap is None and torch.version.hip is None:
             # Two do not. Without the bound, ptxas takes 32 and loads the second part when it has used the first.
             at_once, compiler = 2, {"maxnreg": 64}
-    elif block.units > 1 and not is_cut and n_lane_fields(options) == 2 and torch.version.hip is None:
-        compiler = {"maxnreg": 48}  # likewise: it takes 40
+    elif block.units and not is_cut and torch.version.hip is None:
+        compiler = {"maxnreg": 64}  # likewise
     values = (shard.n_valid, block.unit_width(shard), block.n_parts, shard.vocab_size, width, options)
     return _walk_launch(online_softmax_kernel, rows, values, block, shard, compiler, UNROLLED=at_once)
 

@@ -28,6 +28,7 @@ from vocab_parallel_ce.blocks import (
     ONE_PASS,
     ONE_PASS_CLUSTERS,
     PARTS_AT_ONCE,
+    UNIT_PARTS_AT_ONCE,
     OnePassConfig,
     StatisticsShape,
     gradient_shape,
@@ -125,11 +126,10 @@ def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
 def of_units() -> Iterator[Variant]:
     """Yield the statistics of rows that are whole units."""
     for units in (1, 2, 4, 8):
-        yield stats("bf16", False, "plain", units=units)
-        yield stats("bf16", True, "entropy", units=units)
-    yield stats("bf16", True, "all_weighted", units=8)
+        yield stats("bf16", False, "plain", at_once=UNIT_PARTS_AT_ONCE, units=units)
+        yield stats("bf16", True, "entropy", at_once=UNIT_PARTS_AT_ONCE, units=units)
+    yield stats("bf16", True, "all_weighted", at_once=UNIT_PARTS_AT_ONCE, units=8)
     yield stats("bf16", False, "plain", merged=True, units=8)
-    yield stats("bf16", False, "plain", at_once=8, units=8)
     yield part("bf16", False, "plain", units=8)
     yield from of_divergence("bf16", False, DivergenceOptions("js"), units=8)
     yield from of_divergence("bf16", True, DivergenceOptions("reverse", 2.0, hard_weight=0.5), units=4)
