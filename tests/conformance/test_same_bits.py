@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
+from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, programs
 from tests.support.random import logits
 from tests.support.random.call import Call, alike
 from tests.support.random.calls import is_head, name_of
@@ -35,10 +35,14 @@ SEEDS = [seed for seed in range(4 * N_CALLS) if not is_head(seed) and name_of(se
 @pytest.fixture(autouse=True)
 def one_rank_has_units(monkeypatch):
     """Let one rank have the bits of several."""
+    def forget() -> None:
+        units_of.cache_clear()
+        forget_plans()
+
     monkeypatch.setenv(SAME_BITS, "1")
-    units_of.cache_clear()
+    forget()
     yield
-    units_of.cache_clear()
+    forget()
 
 
 class DrawUnits(Draw):
