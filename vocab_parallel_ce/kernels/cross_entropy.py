@@ -18,7 +18,6 @@ once and written once, and the gradient is rounded a second time.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,13 +34,7 @@ from vocab_parallel_ce.blocks import (
     gradient_shape,
 )
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.labels import (
-    logits_gradient,
-    merge_ranks,
-    row_factors,
-    store_outputs,
-    uniform_part,
-)
+from vocab_parallel_ce.kernels.labels import Row, merge_ranks, row_factors, store_outputs, tile_gradient
 from vocab_parallel_ce.kernels.launch import (
     Launch,
     Rows,
@@ -49,7 +42,7 @@ from vocab_parallel_ce.kernels.launch import (
     row_arguments,
     walk_launch,
 )
-from vocab_parallel_ce.kernels.walk import locate, write
+from vocab_parallel_ce.kernels.walk import Sizes, clear_padding, column_of, locate, write
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.shard import VocabShard
@@ -124,22 +117,6 @@ def _outputs(block: int, n_ranks: int, vocab_size: int, options: LossOptions) ->
     return Launch(loss_kernel, (vocab_size, options), constants, num_warps=block // 32)
 
 
-class ShardSizes(NamedTuple):
-    """Numbers that are the same in every step."""
-
-    n_columns: int
-    n_valid: int | None  # columns that are not padding; None: all
-    vocab_size: int
-
-
-@triton.jit
-def locate_target(merged, label, begin, first, width, shard_start):
-    """Return the label, -1 if its column is excluded, and its column counted from ``first``, -1 outside of the body."""
-    label = tl.where(merged.target_logit == float("-inf"), -1, label)
-    target = begin - first + label - shard_start
-    return label, tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "n_programs"])
 def cross_entropy_kernel(
     logits,  # [N, C] bf16|fp16|fp32
@@ -157,7 +134,7 @@ def cross_entropy_kernel(
     class_weight,  # [sizes.n_valid] fp32, or None: all equal, or no smoothing
     layout,  # RowLayout of logits and of grad_logits
     grad_strides,  # GradOutputs of numbers or None
-    sizes,  # ShardSizes
+    sizes,  # Sizes
     loss_options,  # option_arguments
     n_rows,
     shard_start,
@@ -185,38 +162,13 @@ def cross_entropy_kernel(
             live &= weight != 0  # it divides the loss alone
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
     factors = row_factors(merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options)
-    begin = ops.row_begin(row, layout)
-    first, width = ops.row_body(begin, sizes.n_columns, VECTOR)
-    label, target = locate_target(merged, label, begin, first, width, shard_start)
-    if sizes.n_valid is not None:
-        # Loads stay 16 bytes wide: the vector at the border is read whole.
-        valid_width = (begin + sizes.n_valid - first).to(tl.int32)
-        readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
-    lane_columns = ops.tile_columns(LANES, VECTOR)
-    for tile in range(begin_tile, width, step):
-        columns = tile + lane_columns
-        inside = columns < width
-        is_read = inside & live
-        if sizes.n_valid is not None:
-            is_read &= columns < readable
-        x = tl.load(logits + first + columns, is_read, other=float("-inf"))
-        # Without edges the body begins with column 0, and the compiler sees that weights are aligned.
-        at = columns + (first - begin).to(tl.int32) if HAS_EDGES else columns
-        uniform = uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
-        grad = logits_gradient(x, columns == target, uniform, factors, grads, loss_options)
-        if sizes.n_valid is not None:
-            grad = tl.where(columns < valid_width, grad, 0.0)
-        tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
-    if HAS_EDGES:
-        offset, inside = ops.edge_offsets(tl.arange(0, 16 * VECTOR), begin, sizes.n_columns, first, width, VECTOR)
-        inside &= begin_tile == 0
-        x = tl.load(logits + offset, inside & live, other=float("-inf"))
-        uniform = uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
-        is_label = offset == begin + label - shard_start
-        grad = logits_gradient(x, is_label, uniform, factors, grads, loss_options)
-        if sizes.n_valid is not None:
-            grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
-        tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
+    # A label in an excluded column is no column's target.
+    label = tl.where(merged.target_logit == float("-inf"), -1, label)
+    target = column_of(label, shard_start, sizes.n_valid)
+    place = locate(row, layout, None, sizes.n_valid, False, VECTOR)
+    of_row = Row(logits, class_weight, target, grads, loss_options)
+    write(place, factors, of_row, grad_logits, live, begin_tile, step, tile_gradient, HAS_EDGES, LANES, VECTOR)
+    clear_padding(grad_logits, place, sizes, begin_tile, LANES)
 
 
 def cross_entropy(shard: VocabShard, options: LossOptions) -> Callable[..., None]:
@@ -286,17 +238,20 @@ def _gradient(
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
-    sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    constants = {"RANKS": n_ranks, "IS_CUT": is_cut}
-    values = (GradOutputs(*strides), sizes, options)
-    return walk_launch(cross_entropy_kernel, rows, values, block, **constants)
+    layout, has_edges = rows
+    has_edges |= shard.n_valid % block.vector != 0
+    sums, compiler = (options.entropy, options.sum_sq_probs, options.smoothing, options.mean_logit), {}
+    if sum(map(bool, sums)) > 1 or (options.softcap is not None and has_edges):
+        # Without the bound, ptxas takes fewer, and loads a thread's second vector when it has used the first.
+        compiler = {"maxnreg": 64}
+    values, constants = (GradOutputs(*strides), Sizes.of(shard), options), {"RANKS": n_ranks, "IS_CUT": is_cut}
+    return walk_launch(cross_entropy_kernel, (layout, has_edges), values, block, compiler, **constants)
 
 
 @triton.jit
 def scaled(factor, tile, grad_logits):
     """Return a tile times ``factor``, 0 where it is 0: an ignored row stays 0 under an infinite factor."""
-    grad = tl.load(grad_logits + tile.offset, tile.inside).to(tl.float32)
+    grad = tl.load(grad_logits + tile.first + tile.at, tile.inside).to(tl.float32)
     return tl.where(grad == 0, 0.0, grad * factor)
 
 

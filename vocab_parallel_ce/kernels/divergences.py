@@ -109,7 +109,10 @@ def empty(at_label, LANES: tl.constexpr):
 @triton.jit
 def tile(stats, tile, row):
     loss_options = row.loss_options
-    x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
+    x, w = (
+        load_logits(row.logits + tile.first + tile.at, tile.inside),
+        load_logits(row.other + tile.other_first + tile.at, tile.inside),
+    )
     student_max, teacher_max = tl.max(x, axis=1), tl.max(w, axis=1)
     cross, target = tl.zeros_like(student_max), tl.full(student_max.shape, float("-inf"), tl.float32)
     hard_sum = cross
@@ -249,7 +252,10 @@ def mixture(sums, tile, pair):
     """Add a tile's parts of ``KL(t || m)`` and ``KL(s || m)``, over log(2)."""
     row, stats = pair
     loss_options = row.loss_options
-    x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
+    x, w = (
+        load_logits(row.logits + tile.first + tile.at, tile.inside),
+        load_logits(row.other + tile.other_first + tile.at, tile.inside),
+    )
     student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
     teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
     s, t = tl.exp2(student_log), tl.exp2(teacher_log)
@@ -289,8 +295,11 @@ def factors(stats, second, weight, live, loss_options):
 @triton.jit
 def gradient(factors, tile, row):
     loss_options = row.loss_options
-    is_target = tile.offset == row.target  # compared here: later, the offsets would stay in registers
-    x, w = load_logits(row.logits + tile.offset, tile.inside), load_logits(row.other + tile.other, tile.inside)
+    is_target = tile.column == row.target
+    x, w = (
+        load_logits(row.logits + tile.first + tile.at, tile.inside),
+        load_logits(row.other + tile.other_first + tile.at, tile.inside),
+    )
     if loss_options.beta is not None:
         student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
         teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)

@@ -13,8 +13,16 @@ import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.labels import merge_pair, row_stats
-from vocab_parallel_ce.kernels.lanes import LaneStats, Row, exp_squared, exp_times_shifted, load_logits
+from vocab_parallel_ce.kernels.lanes import LaneStats, exp_squared, exp_times_shifted, load_logits
 from vocab_parallel_ce.spec import RowStats
+
+
+class Target(NamedTuple):
+    """Where a row's label is."""
+
+    offset: tl.tensor  # of its logit, from the base
+    owned: tl.tensor  # whether it is among the row's columns
+    vector: tl.tensor  # begin of its vector, from the body's first column; negative if it is not in the body
 
 
 class LooseColumns(NamedTuple):
@@ -27,45 +35,13 @@ class LooseColumns(NamedTuple):
 
 
 @triton.jit
-def locate_row(
-    logits,
-    row,
-    layout,
-    n_columns,
-    unit_width,
-    column,
-    UNITS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Return the ``Row`` whose label is in ``column``, which may be outside ``[0, n_columns)``."""
-    begin = ops.row_begin(row, layout)
-    if UNITS == 0:
-        first, width = ops.row_body(begin, n_columns, VECTOR)
-        lane_ends, lane_vectors = width, tl.arange(0, LANES) * VECTOR
-    else:
-        first, width = ops.unit_body(begin, n_columns, VECTOR)
-        lane_vectors, lane_ends = ops.unit_lanes(width, unit_width, LANES, VECTOR)
-    owned = (column >= 0) & (column < n_columns)
-    target = begin + column
-    target_vector = (target - first) // VECTOR * VECTOR
-    in_body = owned & (target >= first) & (target_vector < width)
-    target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
-    lane_columns = lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :]
-    return Row(
-        logits,
-        begin,
-        n_columns,
-        first,
-        width,
-        target,
-        owned,
-        target_vector,
-        unit_width,
-        lane_ends,
-        lane_vectors,
-        lane_columns,
-    )
+def locate_target(place, column, VECTOR: tl.constexpr):
+    """Return the ``Target`` in ``column``, which may be outside ``[0, n_columns)``."""
+    owned = (column >= 0) & (column < place.n_columns)
+    offset = place.begin + column
+    vector = (offset - place.first) // VECTOR * VECTOR
+    in_body = owned & (offset >= place.first) & (vector < place.width)
+    return Target(offset, owned, tl.where(in_body, vector, -VECTOR).to(tl.int32))
 
 
 @triton.jit
@@ -76,54 +52,54 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
 
 
 @triton.jit
-def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr, UNITS: tl.constexpr):
+def load_loose_columns(
+    logits, place, target, loss_options, HAS_EDGES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
+):
     """Return the ``LooseColumns`` of a row.
 
     Those of a row of units are at most one for each thread of a warp: so the order of their sums does not depend on
     the number of warps, and with it on that of ranks.
     """
-    VECTOR: tl.constexpr = row.lane_columns.shape[1]
-    vector = row.first + row.target_vector
+    vector = place.first + target.vector
     if HAS_EDGES:
         # The first vectors of lanes are the edges', the next one is the label's.
         EDGES: tl.constexpr = VECTOR if UNITS > 0 else 16 * VECTOR
         lane = tl.arange(0, 2 * EDGES)
         if UNITS > 0:
-            offset = row.first + row.width + lane
-            inside = offset < row.begin + row.n_columns
+            offset = place.first + place.width + lane
+            inside = offset < place.begin + place.n_columns
         else:
-            offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
+            offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
         vector_lane = lane - EDGES
         is_edge = vector_lane < 0
         offset = tl.where(is_edge, offset, vector + vector_lane)
-        inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (row.target_vector >= 0))
+        inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (target.vector >= 0))
     else:
         lane = tl.arange(0, VECTOR)
         offset = vector + lane
         is_edge = lane < 0
-        inside = (lane < VECTOR) & (row.target_vector >= 0)
-    inside &= offset != row.target
-    return LooseColumns(load_logits(row.logits + offset, inside, loss_options), offset, inside, is_edge)
+        inside = (lane < VECTOR) & (target.vector >= 0)
+    inside &= offset != target.offset
+    return LooseColumns(load_logits(logits + offset, inside, loss_options), offset, inside, is_edge)
 
 
 @triton.jit
-def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
+def first_maximum(logits, place, target, lanes, loose, target_logit, row_max, loss_options, VECTOR: tl.constexpr):
     """Return the row's first column with ``row_max``, int64.
 
-    Each lane knows the first tile with its maximum. Its vector there is read again.
+    Each lane knows the first vector with its maximum, which is read again.
     """
-    VECTOR: tl.constexpr = row.lane_columns.shape[1]
-    # Unchanged: from Triton 3.8 on, the compiler sees only here that the tile's vectors are aligned.
-    max_tile = lanes.max_tile // VECTOR * VECTOR
-    columns = max_tile[:, None] + row.lane_columns
-    is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
-    z = load_logits(row.logits + row.first + columns, is_read, loss_options)
+    # Unchanged: from Triton 3.8 on, the compiler sees only here that vectors are aligned.
+    vectors = lanes.max_vector // VECTOR * VECTOR
+    columns = vectors[:, None] + tl.arange(0, VECTOR)[None, :]
+    is_read = (lanes.max == row_max)[:, None] & (columns < place.width)
+    z = load_logits(logits + place.first + columns, is_read, loss_options)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
-    argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
-    loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
+    argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (place.first - place.begin)
+    loose_columns = tl.where(loose.z == row_max, loose.offset - place.begin, 2147483647)
     argmax = tl.minimum(argmax, tl.min(loose_columns))
-    is_target = row.owned & (target_logit == row_max)
-    return tl.minimum(argmax, tl.where(is_target, row.target - row.begin, 2147483647))
+    is_target = target.owned & (target_logit == row_max)
+    return tl.minimum(argmax, tl.where(is_target, target.offset - place.begin, 2147483647))
 
 
 @triton.jit
@@ -195,36 +171,40 @@ def with_columns(units, unit, stats, loss_options):
 @triton.jit
 def merge_columns(
     row,
+    place,
+    target,
     lanes,
     loose,
     target_logit,
-    class_weight,
     target_weight,
     shard_start,
     loss_options,
     HAS_EDGES: tl.constexpr,
+    VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """Merge the lanes, the loose columns and the label to the ``RowStats`` of a row."""
     units = stats_of_lanes(lanes, loss_options, max(UNITS, 1))
-    column, unit = loose.offset - row.begin, 0
+    column, unit = loose.offset - place.begin, 0
     z, inside = loose.z, loose.inside
     if UNITS > 0:
         # A label that is not owned adds nothing but the NaN of its weight, to any unit.
-        unit = tl.where(row.owned, (row.target - row.begin).to(tl.int32) // row.unit_width, 0)
+        unit = tl.where(target.owned, (target.offset - place.begin).to(tl.int32) // place.unit_width, 0)
     if UNITS > 0 and HAS_EDGES:
         # The edge may be in another unit than the label.
         edge_z, is_edge = tl.where(loose.is_edge, z, float("-inf")), inside & loose.is_edge
-        edge = stats_of_columns(edge_z, is_edge, class_weight, column, loss_options)
-        units = with_columns(units, row.width // row.unit_width, edge, loss_options)
+        edge = stats_of_columns(edge_z, is_edge, row.class_weight, column, loss_options)
+        units = with_columns(units, place.width // place.unit_width, edge, loss_options)
         z, inside = tl.where(loose.is_edge, float("-inf"), z), inside & ~loose.is_edge
-    label = stats_of_label(target_logit, row.owned, target_weight, class_weight, loss_options)
-    others = stats_of_columns(z, inside, class_weight, column, loss_options)
+    label = stats_of_label(target_logit, target.owned, target_weight, row.class_weight, loss_options)
+    others = stats_of_columns(z, inside, row.class_weight, column, loss_options)
     units = with_columns(units, unit, merge_pair(others, label, loss_options), loss_options)
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
-        first = first_maximum(row, lanes, loose, target_logit, stats.row_max, loss_options)
+        first = first_maximum(
+            row.logits, place, target, lanes, loose, target_logit, stats.row_max, loss_options, VECTOR
+        )
         is_finite = tl.abs(stats.row_max) < float("inf")
         argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
     return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]

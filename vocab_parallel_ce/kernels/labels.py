@@ -28,6 +28,16 @@ class RowFactors(NamedTuple):
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
+class Row(NamedTuple):
+    """What the walk of a row passes to :func:`tile_gradient`."""
+
+    logits: tl.tensor  # the base
+    class_weight: tl.tensor  # the pointer; None: all equal, or no smoothing
+    target: tl.tensor  # int32, the label's column; -1 if this rank does not have it
+    grads: tl.tuple  # GradOutputs of pointers
+    loss_options: tl.tuple
+
+
 @triton.jit
 def label_exp(row_max, target_logit):
     """Return ``exp(z_y - row_max)``: 1 if the label has the largest z, 0 if it is not among the columns."""
@@ -292,21 +302,10 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
 
 
 @triton.jit
-def uniform_part(class_weight, columns, inside, n_valid, factors):
-    """Return what smoothing takes from the gradient of ``columns``; ``class_weight`` and ``n_valid`` may be None."""
-    uniform = factors.uniform_term
-    if class_weight is not None:
-        if n_valid is not None:
-            inside &= columns < n_valid
-        uniform *= tl.load(class_weight + columns, inside, other=0.0)
-    return uniform
-
-
-@triton.jit
 def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
 
-    ``uniform`` is the :func:`uniform_part`. It includes that of each other output that ``grads`` has.
+    ``uniform`` is what smoothing takes from it. It includes the gradient of each other output that ``grads`` has.
     """
     z, slope = ops.transform(x, loss_options)
     exp = ops.exp_shifted(z, factors.shift)
@@ -316,11 +315,21 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     if grads.entropy is not None:
         grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_factor
     if loss_options.smoothing is not None:
-        grad = tl.where(z == float("-inf"), grad, grad - uniform)
+        grad -= tl.where(z == float("-inf"), 0.0, uniform)
     if grads.mean_logit is not None:
-        grad = tl.where(z == float("-inf"), grad, grad + factors.mean_term)
+        grad -= tl.where(z == float("-inf"), 0.0, 0.0 - factors.mean_term)
     grad = tl.where(is_target, factors.target_grad, grad)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or loss_options.temperature is not None:
         grad *= slope
     return grad
+
+
+@triton.jit
+def tile_gradient(factors, tile, row):
+    """Return the gradient of a ``walk.Tile``, as :func:`logits_gradient`."""
+    x = tl.load(row.logits + tile.first + tile.at, tile.inside, other=float("-inf"))
+    uniform = factors.uniform_term
+    if row.class_weight is not None:
+        uniform *= tl.load(row.class_weight + tile.column, tile.inside, other=0.0)
+    return logits_gradient(x, tile.column == row.target, uniform, factors, row.grads, row.loss_options)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from vocab_parallel_ce.blocks import Block
+from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
@@ -47,6 +47,8 @@ class Launch:
         self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
         self.constants = constants
         self.num_warps = num_warps
+        if torch.version.hip is not None:
+            compiler.pop("maxnreg", None)  # its compiler has no bound of registers
         # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
         self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
@@ -136,12 +138,22 @@ def _is_observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def walk_launch(kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, **constants: Any) -> Launch:
-    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``."""
+def walk_launch(
+    kernel: Any,
+    rows: Rows,
+    values: tuple[Any, ...],
+    block: Block | StatisticsBlock,
+    compiler: dict[str, int] | None = None,
+    **constants: Any,
+) -> Launch:
+    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``.
+
+    ``compiler`` are the compiler's other options.
+    """
     layout, has_edges = rows
     constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
     values = (RowLayout(*layout), *values)
-    return Launch(kernel, values, constants, num_warps=block.num_warps)
+    return Launch(kernel, values, constants, num_warps=block.num_warps, **(compiler or {}))
 
 
 def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:

@@ -12,24 +12,16 @@ bytes per row, and of few rows 1 KiB per part and field. It does not read ignore
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape, units_of
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.label_rows import label_weight, load_loose_columns, locate_row, merge_columns
-from vocab_parallel_ce.kernels.lanes import (
-    lane_pointers,
-    load_logits,
-    merge_parts,
-    part_stats,
-    store_lanes,
-    walk_parts,
-)
-from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches, row_arguments
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels.label_rows import label_weight, load_loose_columns, locate_target, merge_columns
+from vocab_parallel_ce.kernels.lanes import Row, load_lanes, load_logits, merge_lanes, no_columns, store_lanes, tile
+from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches, row_arguments, walk_launch
+from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_parts
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
@@ -87,11 +79,12 @@ def part_kernel(
     loss_options,  # option_arguments
     n_rows,
     shard_start,
-    HAS_EDGES: tl.constexpr,
+    WIDTH: tl.constexpr,  # fields of LaneStats
     UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
+    TILES: tl.constexpr,  # of a part
+    HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has a maximum of -inf and sums of 0."""
     program = tl.program_id(0)
@@ -109,10 +102,12 @@ def part_kernel(
         least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    row = locate_row(logits, index, layout, n_columns, unit_width, label - shard_start, UNITS, LANES, VECTOR)
-    first = (program % n_parts) * (LANES // max(UNITS, 1) * VECTOR * TILES)
-    lanes = part_stats(row, first, class_weight, loss_options, HAS_EDGES, UNITS, TILES)
-    store_lanes(lane_pointers(parts, program, loss_options, LANES), lanes, loss_options)
+    place = locate(index, layout, None, n_columns, False, VECTOR, unit_width, UNITS)
+    target = locate_target(place, label - shard_start, VECTOR)
+    row = Row(logits, class_weight, target.vector, loss_options)
+    begin = (program % n_parts) * (LANES // max(UNITS, 1) * VECTOR * TILES)
+    lanes = part_of_row(place, begin, row, tile, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
+    store_lanes(lane_pointers(parts, program, WIDTH, LANES), lanes, loss_options, LANES)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
@@ -135,12 +130,13 @@ def online_softmax_kernel(
     n_rows,
     shard_start,
     stats_start,  # this rank's first row in stats
-    HAS_EDGES: tl.constexpr,
+    WIDTH: tl.constexpr,  # fields of LaneStats
     UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
+    TILES: tl.constexpr,  # of a part
+    UNROLLED: tl.constexpr,  # parts that are loaded together
+    HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    TILES: tl.constexpr,
-    UNROLLED: tl.constexpr,  # parts that are loaded together
 ):
     """Example: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
@@ -164,18 +160,24 @@ def online_softmax_kernel(
     if threshold is not None:
         least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
-    row = locate_row(logits, index, layout, n_columns, unit_width, label - shard_start, UNITS, LANES, VECTOR)
+    place = locate(index, layout, None, n_columns, False, VECTOR, unit_width, UNITS)
+    target = locate_target(place, label - shard_start, VECTOR)
+    row = Row(logits, class_weight, target.vector, loss_options)
+    lanes = no_columns(LANES)
     if parts is None:
-        lanes = walk_parts(row, class_weight, loss_options, HAS_EDGES, UNITS, TILES, UNROLLED)
+        lanes = walk_parts(
+            place, lanes, row, loss_options, tile, merge_lanes, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED
+        )
     else:
-        lanes = merge_parts(parts, index * n_parts, n_parts, loss_options, LANES, UNROLLED)
-    loose = load_loose_columns(row, loss_options, HAS_EDGES, UNITS)
-    target_logit = load_logits(logits + row.target, row.owned, loss_options)
-    target_weight = 0.0
+        pointers = lane_pointers(parts, index * n_parts, WIDTH, LANES)
+        lanes = merge_parts(pointers, n_parts, lanes, loss_options, load_lanes, merge_lanes, WIDTH, UNROLLED)
+    loose = load_loose_columns(logits, place, target, loss_options, HAS_EDGES, VECTOR, UNITS)
+    target_logit = load_logits(logits + target.offset, target.owned, loss_options)
+    weight = 0.0
     if class_weight is not None:
-        target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
+        weight = label_weight(class_weight, label, label - shard_start, target.owned, vocab_size, loss_options)
     merged = merge_columns(
-        row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options, HAS_EDGES, UNITS
+        row, place, target, lanes, loose, target_logit, weight, shard_start, loss_options, HAS_EDGES, VECTOR, UNITS
     )
     store_stats(stats + (stats_start + index) * stats_width, merged, loss_options)
 
@@ -227,31 +229,26 @@ def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: Loss
     (block, is_cut, at_once), compiler = shape, {}
     if not is_cut and at_once > 1 and (n_lane_fields(options) > 2 or options.softcap is not None):
         at_once = 1  # several parts of logits would take too many registers
-        if options.softcap is None and torch.version.hip is None:
+        if options.softcap is None:
             # Two do not. Without the bound, ptxas takes 32 and loads the second part when it has used the first.
             at_once, compiler = 2, {"maxnreg": 64}
-    elif block.units and not is_cut and torch.version.hip is None:
+    elif block.units and not is_cut:
         compiler = {"maxnreg": 64}  # likewise
     values = (shard.n_valid, block.unit_width(shard), block.n_parts, shard.vocab_size, width, options)
-    return _walk_launch(online_softmax_kernel, rows, values, block, shard, compiler, UNROLLED=at_once)
+    constants = _constants(options, block) | {"UNROLLED": at_once}
+    return walk_launch(online_softmax_kernel, _rows(rows, block, shard), values, block, compiler, **constants)
 
 
 @cache_launches
 def _launch_of_parts(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
-    values = (shard.n_valid, shape.block.unit_width(shard), shape.block.n_parts, options)
-    return _walk_launch(part_kernel, rows, values, shape.block, shard, {})
+    block = shape.block
+    values = (shard.n_valid, block.unit_width(shard), block.n_parts, options)
+    return walk_launch(part_kernel, _rows(rows, block, shard), values, block, **_constants(options, block))
 
 
-def _walk_launch(
-    kernel: Any,
-    rows: Rows,
-    values: tuple[Any, ...],
-    block: StatisticsBlock,
-    shard: VocabShard,
-    compiler: dict[str, int],
-    **more: int,
-) -> Launch:
-    layout, has_edges = rows
-    constants = {"HAS_EDGES": block.has_edges(shard, has_edges), "UNITS": block.units, "LANES": block.lanes}
-    constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
-    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, **compiler)
+def _rows(rows: Rows, block: StatisticsBlock, shard: VocabShard) -> Rows:
+    return rows[0], block.has_edges(shard, rows[1])
+
+
+def _constants(options: LossOptions, block: StatisticsBlock) -> dict[str, Any]:
+    return {"WIDTH": n_lane_fields(options), "UNITS": block.units, "TILES": block.tiles}

@@ -25,7 +25,9 @@ from vocab_parallel_ce.kernels.walk import (
     Algebra,
     PairRows,
     Row,
-    clear_columns,
+    Sizes,
+    clear_padding,
+    column_of,
     locate,
     pair_arguments,
     pair_launch,
@@ -46,18 +48,6 @@ class PairLoss(NamedTuple):
     def constants(self, n_ranks: int, width: int) -> dict[str, Any]:
         """Return the constants of a kernel that merges ``width`` statistics of each of ``n_ranks``."""
         return {"LOSS": self.algebra, "WIDTH": width, "RANKS": n_ranks}
-
-
-class Sizes(NamedTuple):
-    """Numbers that are the same in every step."""
-
-    n_columns: int
-    n_valid: int  # columns that are not padding
-    vocab_size: int
-
-    @classmethod
-    def of(cls, shard: VocabShard) -> "Sizes":
-        return cls(shard.n_columns, shard.n_valid, shard.vocab_size)
 
 
 @triton.jit
@@ -165,18 +155,17 @@ def row_gradient_kernel(
         share = ops.divisor_weight(divisor)
         weight *= share
         live &= share != 0
-    column = tl.full((), -1, tl.int64)
+    target = tl.full((), -1, tl.int32)
     if labels is not None:
         label = tl.load(labels + row).to(tl.int64)
         live &= label != loss_options.ignore_index
         weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
-        column = label - shard_start
+        target = column_of(label, shard_start, sizes.n_valid)
     factors = LOSS.factors(merged, sums, weight, live, loss_options)
     place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
-    pair = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    pair = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options)
     write(place, factors, pair, grad_logits, live, begin_tile, step, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
-    if begin_tile == 0:
-        clear_columns(grad_logits, place.begin, sizes.n_valid, sizes.n_columns, LANES)
+    clear_padding(grad_logits, place, sizes, begin_tile, LANES)
 
 
 def outputs(

@@ -12,7 +12,6 @@ same bits. Regime: as ``row_loss``; of few rows also 1 KiB per part and statisti
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,10 +19,13 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape, units_of
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, begin_at_vectors, cache_launches
-from vocab_parallel_ce.kernels.row_loss import PairLoss, Sizes, add_sums, load_sums, merged_ranks
+from vocab_parallel_ce.kernels.row_loss import PairLoss, add_sums, load_sums, merged_ranks
 from vocab_parallel_ce.kernels.walk import (
     PairRows,
     Row,
+    Sizes,
+    column_of,
+    lane_pointers,
     load_logits,
     locate,
     merge_parts,
@@ -33,12 +35,6 @@ from vocab_parallel_ce.kernels.walk import (
     walk_edges,
     walk_parts,
 )
-
-
-@triton.jit
-def lane_pointers(parts, index, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Return pointers to the first of each lane's WIDTH numbers in part ``index``; the others are LANES apart."""
-    return parts + index.to(tl.int64) * (WIDTH * LANES) + tl.arange(0, LANES)
 
 
 @triton.jit
@@ -130,7 +126,7 @@ def row_part_kernel(
         label = tl.load(labels + row).to(tl.int64)
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
-    pair = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    pair = Row(logits, other, class_weight, -1, sizes.vocab_size, loss_options)
     if stats is None:
         lanes = part_of_row(place, begin, pair, LOSS.tile, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
         LOSS.store(lane_pointers(parts, program, WIDTH, LANES), lanes, loss_options, LANES)
@@ -172,15 +168,15 @@ def row_statistics_kernel(
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``."""
     row = tl.program_id(0).to(tl.int64)
     n_columns = sizes.n_valid
-    column = tl.full((), -1, tl.int64)
+    target = tl.full((), -1, tl.int32)
     if labels is not None:
         label = tl.load(labels + row).to(tl.int64)
         # An ignored row counts as a row of no columns: nothing is read.
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-        column = label - shard_start
+        target = column_of(label, shard_start, n_columns)
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
-    pair = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
-    at_label = load_logits(logits + pair.target, (column >= 0) & (column < n_columns))
+    pair = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options)
+    at_label = load_logits(logits + place.begin + target, target >= 0)
     lanes = LOSS.empty(at_label, LANES)
     if parts is None:
         lanes = walk_parts(
@@ -235,7 +231,7 @@ def row_second_kernel(
         label = tl.load(labels + row).to(tl.int64)
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
-    pair = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    pair = Row(logits, other, class_weight, -1, sizes.vocab_size, loss_options)
     n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
     if parts is not None:
         parts = lane_pointers(parts, row * n_parts, 2, LANES)
@@ -293,9 +289,12 @@ def _with_parts(
 @cache_launches
 def _statistics(loss: PairLoss, rows: PairRows, shape: StatisticsShape, width: int) -> Launch:
     values, constants, compiler = _values(loss, shape), {"LOSS": loss.algebra, "WIDTH": width}, {}
-    if shape.block.units > 1 and not shape.is_cut and torch.version.hip is None:
-        # Without the bound, ptxas takes fewer, and loads the second tile when it has used the first.
-        compiler = {"maxnreg": 56}
+    if not shape.is_cut:
+        # Without a bound, ptxas takes fewer, and loads the second tile when it has used the first.
+        if getattr(loss.options, "beta", None) is not None:
+            compiler = {"maxnreg": 64 if rows.has_edges or shape.block.units else 40}
+        elif shape.block.units > 1:
+            compiler = {"maxnreg": 56}
     return _launch(row_statistics_kernel, rows, values, loss, shape, constants, compiler)
 
 

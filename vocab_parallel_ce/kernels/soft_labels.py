@@ -32,7 +32,7 @@ def times(target, shifted):
 def load_targets(tile, row):
     """Return ``t'`` of a tile, fp32, 0 outside."""
     loss_options = row.loss_options
-    t = tl.load(row.other + tile.other, tile.inside, other=0.0).to(tl.float32)
+    t = tl.load(row.other + tile.other_first + tile.at, tile.inside, other=0.0).to(tl.float32)
     if loss_options.smoothing is not None:
         t = tl.where(tile.inside, (1 - loss_options.smoothing) * t + loss_options.smoothing / row.vocab_size, 0.0)
     if row.class_weight is not None:
@@ -70,7 +70,7 @@ def plus(total, stats):
 @triton.jit
 def tile(stats, tile, row):
     t = load_targets(tile, row)
-    z, _ = ops.transform(tl.load(row.logits + tile.offset, tile.inside, other=float("-inf")), row.loss_options)
+    z, _ = ops.transform(tl.load(row.logits + tile.first + tile.at, tile.inside, other=float("-inf")), row.loss_options)
     row_max = tl.max(z, axis=1)
     if stats is not None:
         row_max = tl.maximum(stats.row_max, row_max)
@@ -135,7 +135,7 @@ def factors(stats, second, weight, live, loss_options):
 @triton.jit
 def gradient(factors, tile, row):
     t, loss_options = load_targets(tile, row), row.loss_options
-    z, slope = ops.transform(tl.load(row.logits + tile.offset, tile.inside, other=float("-inf")), loss_options)
+    z, slope = ops.transform(tl.load(row.logits + tile.first + tile.at, tile.inside, other=float("-inf")), loss_options)
     grad = ops.exp_shifted(z, factors.row_max) * factors.exp_factor - tl.where(z == float("-inf"), 0.0, t)
     grad *= factors.weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:

@@ -34,10 +34,25 @@ class Place(NamedTuple):
 class Tile(NamedTuple):
     """Some columns of a row: the body's ``[LANES, VECTOR]``, or those of its edges."""
 
-    offset: tl.tensor  # from the first tensor's base
-    other: tl.tensor  # from the other's
-    column: tl.tensor
+    first: tl.tensor  # an element of the first tensor, from its base
+    other_first: tl.tensor  # the same of the other
+    at: tl.tensor  # from both of these; int32 in the body
+    column: tl.tensor  # int32
     inside: tl.tensor  # whether there is such a column, and it is read
+    vector: tl.tensor  # [LANES] of the body: each lane's first column, from that of the body
+    vector_inside: tl.tensor  # [LANES] whether there is such a vector
+
+
+class Sizes(NamedTuple):
+    """Numbers that are the same in every step."""
+
+    n_columns: int | None  # with padding; None: there is none
+    n_valid: int  # columns that are not padding
+    vocab_size: int
+
+    @classmethod
+    def of(cls, shard: VocabShard) -> "Sizes":
+        return cls(shard.n_columns if shard.n_columns > shard.n_valid else None, shard.n_valid, shard.vocab_size)
 
 
 class PairRows(NamedTuple):
@@ -47,6 +62,13 @@ class PairRows(NamedTuple):
     other_layout: tuple[int, ...]
     has_edges: bool
     alike: bool  # each two rows begin at the same position of a line
+
+
+@triton.jit
+def column_of(label, shard_start, n_columns):
+    """Return a label's column, int32; -1 if it is none of ``n_columns``."""
+    column = label - shard_start
+    return tl.where((column >= 0) & (column < n_columns), column, -1).to(tl.int32)
 
 
 @triton.jit
@@ -93,18 +115,26 @@ def body_tile(
 
     A row that is not ``live`` is not read; None is always.
     """
-    if UNITS == 0:
-        columns = begin + ops.tile_columns(LANES, VECTOR)
-        inside = columns < place.width
-    else:
+    lane_vectors, lane_ends = tl.arange(0, LANES) * VECTOR, place.width
+    if UNITS > 0:
         lane_vectors, lane_ends = ops.unit_lanes(place.width, place.unit_width, LANES, VECTOR)
-        columns = begin + (lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :])
-        inside = (begin + lane_vectors < lane_ends)[:, None] & (columns >= 0)
-    offset = place.first + columns
+    vectors = begin + lane_vectors
+    columns = begin + (lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :])
+    vector_inside = vectors < lane_ends
+    inside = columns < place.width
+    if UNITS > 0:
+        inside &= vector_inside[:, None]
     is_read = inside if live is None else inside & live
     # Without edges before it the body begins with column 0, and the compiler sees that columns are aligned.
-    column = columns + (place.first - place.begin) if HAS_EDGES and UNITS == 0 else columns
-    return Tile(offset, place.other_first + columns, column, is_read), inside
+    column = columns + (place.first - place.begin).to(tl.int32) if HAS_EDGES and UNITS == 0 else columns
+    return Tile(place.first, place.other_first, columns, column, is_read, vectors, vector_inside), inside
+
+
+@triton.jit
+def edge_tile(place, offset, inside):
+    """Return the ``Tile`` of a row's edges at offsets from the first tensor's base."""
+    column = (offset - place.begin).to(tl.int32)
+    return Tile(0, place.other_shift, offset, column, inside, column, inside)
 
 
 @triton.jit
@@ -145,12 +175,13 @@ def walk_parts(
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
     TILES: tl.constexpr,
+    UNROLLED: tl.constexpr = 1,
 ):
-    """Return ``state = MERGE(state, part, loss_options)`` after all parts of a row's body."""
+    """Return ``state = MERGE(state, part, loss_options)`` after all parts of a body; UNROLLED are loaded together."""
     end = place.width
     if UNITS > 0:
         end = tl.minimum(end, place.unit_width)
-    for begin in range(0, end, LANES // max(UNITS, 1) * VECTOR * TILES):
+    for begin in tl.range(0, end, LANES // max(UNITS, 1) * VECTOR * TILES, loop_unroll_factor=UNROLLED):
         part = part_of_row(place, begin, row, TILE, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
         state = MERGE(state, part, loss_options)
     return state
@@ -196,13 +227,13 @@ def walk_edges(
         if UNITS == 0:
             offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
             inside &= lane < 16 * VECTOR
-            tile = Tile(offset, offset + place.other_shift, offset - place.begin, inside)
+            tile = edge_tile(place, offset, inside)
         else:
-            # One vector, of the first lane of its unit.
+            # One vector, of the first lane of its unit. The compiler sees that it is aligned, as the body.
             lane -= place.width // place.unit_width * (32 * VECTOR)
             column = place.width + lane
             inside = (lane >= 0) & (lane < VECTOR) & (column < place.n_columns)
-            tile = Tile(place.first + column, place.other_first + column, column, inside)
+            tile = Tile(place.first, place.other_first, column, column, inside, column, inside)
         state = TILE(state, tile, row)
     return state
 
@@ -227,22 +258,32 @@ def write(
     """
     for tile_begin in range(begin, place.width, step):
         tile, inside = body_tile(place, tile_begin, live, HAS_EDGES, LANES, VECTOR)
-        tl.store(out + tile.offset, TILE(state, tile, row).to(out.dtype.element_ty), inside)
+        values = TILE(state, tile, row).to(out.dtype.element_ty)
+        tl.store(out + tile.first + tile.at, values, inside)
     if HAS_EDGES:
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
         inside &= begin == 0
         is_read = inside if live is None else inside & live
-        tile = Tile(offset, offset + place.other_shift, offset - place.begin, is_read)
-        tl.store(out + offset, TILE(state, tile, row).to(out.dtype.element_ty), inside)
+        tile = edge_tile(place, offset, is_read)
+        values = TILE(state, tile, row).to(out.dtype.element_ty)
+        tl.store(out + tile.first + tile.at, values, inside)
 
 
 @triton.jit
-def clear_columns(out, begin, n_valid, n_columns, LANES: tl.constexpr):
-    """Store 0 in the padded columns of a row."""
-    for tile in range(n_valid, n_columns, LANES):
-        columns = tile + tl.arange(0, LANES)
-        tl.store(out + begin + columns, tl.zeros([LANES], out.dtype.element_ty), columns < n_columns)
+def lane_pointers(parts, index, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Return pointers to the first of each lane's WIDTH numbers in part ``index``; the others are LANES apart."""
+    return parts + index.to(tl.int64) * (WIDTH * LANES) + tl.arange(0, LANES)
+
+
+@triton.jit
+def clear_padding(out, place, sizes, begin, LANES: tl.constexpr):
+    """Store 0 in the padded columns of a row, if ``begin`` is its first tile."""
+    if sizes.n_columns is not None:
+        end = tl.where(begin == 0, sizes.n_columns, 0)
+        for tile in range(sizes.n_valid, end, LANES):
+            columns = tile + tl.arange(0, LANES)
+            tl.store(out + place.begin + columns, tl.zeros([LANES], out.dtype.element_ty), columns < end)
 
 
 def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, PairRows]:
@@ -313,7 +354,7 @@ class Row(NamedTuple):
     logits: tl.tensor  # the base
     other: tl.tensor  # the base of what stands alongside the logits
     class_weight: tl.tensor  # the pointer, or None
-    target: tl.tensor  # offset of the label's logit from the base; outside of the row if this rank has none
+    target: tl.tensor  # int32, the label's column; -1 if this rank does not have it
     vocab_size: tl.tensor
     loss_options: tl.tuple
 

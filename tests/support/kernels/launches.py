@@ -110,7 +110,7 @@ def _rows(given: dict[str, Any], tensors: tuple[Any, ...]) -> set[str]:
         return {PLAIN}
     if "sizes" in given:
         n_columns, n_valid = given["sizes"].n_columns, given["sizes"].n_valid
-        n_valid = n_columns if n_valid is None else n_valid
+        n_columns = n_valid if n_columns is None else n_columns
     else:
         n_columns, n_valid = tensors[0].shape[-1], given["n_columns"]  # of logits off a boundary, 1
     rows = {"padded"} if n_columns > n_valid else set()
