@@ -6,6 +6,7 @@ Random calls of every loss over logits; a seed decides all but the number of ran
 import functools
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ SEEDS = [seed for seed in range(4 * N_CALLS) if not is_head(seed) and name_of(se
 @pytest.fixture(autouse=True)
 def one_rank_has_units(monkeypatch):
     """Let one rank have the bits of several."""
+
     def forget() -> None:
         units_of.cache_clear()
         forget_plans()
@@ -61,16 +63,19 @@ class DrawUnits(Draw):
 OfRank = tuple[dict[str, Tensor], Tensor]  # outputs, and the gradient of the rank's logits
 
 
+def programs_of(seed: int) -> AbstractContextManager[None]:
+    return programs((ONE, SEVERAL)[seed % 2])
+
+
 def ready(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> logits.LogitsCase:
     changes = {"ranks": n_ranks, "layout": "contiguous", "other_layout": "contiguous"}
     return logits.ready(Call(seed, device, impl, small, changes, DrawUnits))
 
 
 def of_rank(case: logits.LogitsCase, rank: int, group: Any) -> OfRank:
-    with programs((ONE, SEVERAL)[case.call.seed % 2]):
-        outputs = case.call.invoke(case.given[rank], group)
-        with torch.autograd.set_multithreading_enabled(False):
-            case.backward(rank, outputs, upstream_of(case.call, outputs))
+    outputs = case.call.invoke(case.given[rank], group)
+    with torch.autograd.set_multithreading_enabled(False):
+        case.backward(rank, outputs, upstream_of(case.call, outputs))
     return {name: value.detach() for name, value in outputs.items()}, case.gradients(rank)["logits"]
 
 
@@ -82,7 +87,8 @@ def whole(ranks: Sequence[OfRank]) -> dict[str, Tensor]:
 
 def results(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> dict[str, Tensor]:
     case = ready(seed, device, impl, small, n_ranks)
-    return whole(in_turn(n_ranks, functools.partial(of_rank, case)))
+    with programs_of(seed):
+        return whole(in_turn(n_ranks, functools.partial(of_rank, case)))
 
 
 def assert_same_bits(seed: int, several: dict[str, Tensor], one: dict[str, Tensor], n_ranks: int) -> None:
@@ -105,8 +111,12 @@ def test_1_2_4_and_8_ranks_give_the_same_bits(impl_device, first):
 
 
 def in_process(rank: int, group: Any, seeds: Sequence[int], impl: str, small: bool) -> list[OfRank]:
-    device = str(device_of(rank, group))
-    return [of_rank(ready(seed, device, impl, small, group.size()), rank, group) for seed in seeds]
+    results = []
+    for seed in seeds:
+        case = ready(seed, str(device_of(rank, group)), impl, small, group.size())
+        with programs_of(seed):
+            results.append(of_rank(case, rank, group))
+    return results
 
 
 @in_several_ranks
