@@ -292,7 +292,8 @@ def _statistics(loss: PairLoss, rows: PairRows, shape: StatisticsShape, width: i
     if not shape.is_cut:
         # Without a bound, ptxas takes fewer, and loads the second tile when it has used the first.
         if getattr(loss.options, "beta", None) is not None:
-            compiler = {"maxnreg": 64 if rows.has_edges or shape.block.units else 40}
+            has_edges = shape.block.has_edges(loss.shard, rows.has_edges)
+            compiler = {"maxnreg": 64 if has_edges or shape.block.units else 40}
         elif shape.block.units > 1:
             compiler = {"maxnreg": 56}
     return _launch(row_statistics_kernel, rows, values, loss, shape, constants, compiler)
