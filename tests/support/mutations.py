@@ -45,7 +45,7 @@ MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py te
 REFUSALS = "tests/refusals"  # after each suite
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
-    "kernels/walk": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/walk": f"{INTERPRETED} {OF_PAIRS} tests/conformance/test_logits.py",
     "kernels/row_": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/soft_labels": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",

@@ -72,6 +72,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     for divergence in ("forward", "js"):
         yield from of_divergence("bf16", False, DivergenceOptions(divergence))
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
+    yield from of_divergence("bf16", False, DivergenceOptions("js"), padding=3)
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
         yield stats("bf16", False, option)

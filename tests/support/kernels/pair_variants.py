@@ -23,14 +23,17 @@ def of_soft_labels(dtype: str, target: str, edges: bool, option: str) -> Iterato
     yield from of_algebra(name, soft_labels.ALGEBRA, dtype, beside, edges, (4,), options)
 
 
-def of_divergence(dtype: str, edges: bool, options: DivergenceOptions, units: int = 0) -> Iterator[Variant]:
+def of_divergence(
+    dtype: str, edges: bool, options: DivergenceOptions, units: int = 0, padding: int = 0
+) -> Iterator[Variant]:
     """Yield the kernels of distillation, with labels if there is a hard weight."""
     beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
     is_js = options.divergence == "js"
     widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
     name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-" + f"{units}_units" * (units > 0)
+    name += "padded" * (padding > 0)
     own = divergences.kernel_options(options)
-    yield from of_algebra(name, divergences.ALGEBRA, dtype, beside, edges, widths, own, units)
+    yield from of_algebra(name, divergences.ALGEBRA, dtype, beside, edges, widths, own, units, padding)
 
 
 def of_algebra(
@@ -42,13 +45,17 @@ def of_algebra(
     widths: tuple[int, ...],
     options: Any,
     units: int = 0,
+    padding: int = 0,
 ) -> Iterator[Variant]:
     """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
 
     ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
+    ``padding``: columns of a shard that is the last one.
     """
     rows, logits = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), DTYPES[dtype]
     shard, block = shard_and_block(dtype, edges, units)
+    if padding:
+        shard = shard._replace(vocab_size=N_COLUMNS - padding)
     fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, PairLoss(algebra, shard, options)
     gathered = (4, widths[0])
     whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
