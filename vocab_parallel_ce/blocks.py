@@ -83,8 +83,8 @@ STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
 PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or those that other programs stored
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
-UNIT_PARTS_AT_ONCE = 4  # of a row of units: its parts are narrower
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts together; no fewer than CUT_ROWS
+UNIT_PARTS_AT_ONCE = 4  # of any number of rows of units, whose parts are narrower
 PROGRAMS_OF_FEW_ROWS = 4096  # of a gradient: with fewer, its programs write fewer tiles than the table says
 
 

@@ -34,7 +34,7 @@ from vocab_parallel_ce.blocks import (
     gradient_shape,
 )
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.labels import Row, merge_ranks, row_factors, store_outputs, tile_gradient
+from vocab_parallel_ce.kernels.labels import GradientRow, merge_ranks, row_factors, store_outputs, tile_gradient
 from vocab_parallel_ce.kernels.launch import (
     Launch,
     Rows,
@@ -166,7 +166,7 @@ def cross_entropy_kernel(
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
     target = column_of(label, shard_start, sizes.n_valid)
     place = locate(row, layout, None, sizes.n_valid, False, VECTOR)
-    of_row = Row(logits, class_weight, target, grads, loss_options)
+    of_row = GradientRow(logits, class_weight, target, grads, loss_options)
     write(place, factors, of_row, grad_logits, live, begin_tile, step, tile_gradient, HAS_EDGES, LANES, VECTOR)
     clear_padding(grad_logits, place, sizes, begin_tile, LANES)
 
@@ -217,8 +217,8 @@ def _table(n_ranks: int, options: LossOptions, has_row_options: bool, shard: Voc
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
     By measurement (docs/performance.md). Each program merges its row's statistics first: the longer that takes, the
-    more tiles should share it. ``has_row_options``: rows have a temperature or a threshold. That and padding need
-    registers.
+    more tiles should share it. ``has_row_options``: rows have a temperature or a threshold, which need registers.
+    Padded rows were timed with small tiles alone.
     """
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
     if options.softcap is not None or (has_sums and n_ranks > 1):

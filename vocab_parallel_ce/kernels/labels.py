@@ -28,7 +28,7 @@ class RowFactors(NamedTuple):
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
-class Row(NamedTuple):
+class GradientRow(NamedTuple):
     """What the walk of a row passes to :func:`tile_gradient`."""
 
     logits: tl.tensor  # the base
@@ -305,7 +305,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
 def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
 
-    ``uniform`` is what smoothing takes from it. It includes the gradient of each other output that ``grads`` has.
+    ``uniform`` is what smoothing takes from it. The result includes that of each other output that ``grads`` has.
     """
     z, slope = ops.transform(x, loss_options)
     exp = ops.exp_shifted(z, factors.shift)

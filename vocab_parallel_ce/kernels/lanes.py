@@ -19,7 +19,7 @@ import triton.language as tl
 from vocab_parallel_ce.kernels import primitives as ops
 
 
-class Row(NamedTuple):
+class LaneRow(NamedTuple):
     """What the walk of a row passes to :func:`tile`."""
 
     logits: tl.tensor  # the base

@@ -19,7 +19,7 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape, units_of
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.label_rows import label_weight, load_loose_columns, locate_target, merge_columns
-from vocab_parallel_ce.kernels.lanes import Row, load_lanes, load_logits, merge_lanes, no_columns, store_lanes, tile
+from vocab_parallel_ce.kernels.lanes import LaneRow, load_lanes, load_logits, merge_lanes, no_columns, store_lanes, tile
 from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_parts
 from vocab_parallel_ce.losses.labels import Labels
@@ -104,7 +104,7 @@ def part_kernel(
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(index, layout, None, n_columns, False, VECTOR, unit_width, UNITS)
     target = locate_target(place, label - shard_start, VECTOR)
-    row = Row(logits, class_weight, target.vector, loss_options)
+    row = LaneRow(logits, class_weight, target.vector, loss_options)
     begin = (program % n_parts) * (LANES // max(UNITS, 1) * VECTOR * TILES)
     lanes = part_of_row(place, begin, row, tile, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
     store_lanes(lane_pointers(parts, program, WIDTH, LANES), lanes, loss_options, LANES)
@@ -162,7 +162,7 @@ def online_softmax_kernel(
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     place = locate(index, layout, None, n_columns, False, VECTOR, unit_width, UNITS)
     target = locate_target(place, label - shard_start, VECTOR)
-    row = Row(logits, class_weight, target.vector, loss_options)
+    row = LaneRow(logits, class_weight, target.vector, loss_options)
     lanes = no_columns(LANES)
     if parts is None:
         lanes = walk_parts(

@@ -39,8 +39,8 @@ class Tile(NamedTuple):
     at: tl.tensor  # from both of these; int32 in the body
     column: tl.tensor  # int32
     inside: tl.tensor  # whether there is such a column, and it is read
-    vector: tl.tensor  # [LANES] of the body: each lane's first column, from that of the body
-    vector_inside: tl.tensor  # [LANES] whether there is such a vector
+    vector: tl.tensor  # [LANES] each lane's first column, from that of the body; of edges unused
+    vector_inside: tl.tensor  # [LANES] whether there is such a vector; of edges unused
 
 
 class Sizes(NamedTuple):
@@ -278,7 +278,7 @@ def lane_pointers(parts, index, WIDTH: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def clear_padding(out, place, sizes, begin, LANES: tl.constexpr):
-    """Store 0 in the padded columns of a row, if ``begin`` is its first tile."""
+    """Store 0 in the padded columns of a row if ``begin`` is its first tile: one program does, since they are few."""
     if sizes.n_columns is not None:
         end = tl.where(begin == 0, sizes.n_columns, 0)
         for tile in range(sizes.n_valid, end, LANES):
