@@ -91,6 +91,8 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         if report["kernel"].startswith("cross_entropy") and ("-R1-to-" in report["kernel"] or not is_plain):
             is_most = "-edges-all_weighted" in report["kernel"] and "-to-" in report["kernel"]
             registers, stack_bytes = (96 if is_most else 72), 0
+            if "-plain-" in report["kernel"] and "-R1-to-" in report["kernel"] and report["triton"] >= [3, 9]:
+                registers = 80  # six programs
         if report["kernel"].startswith("tile_maxima"):
             registers = 80  # 16 columns a thread, and whether one is NaN: 64 from Triton 3.7 on
         if report["kernel"].startswith("sums_above"):
