@@ -38,6 +38,10 @@ class Block(NamedTuple):
     lanes: int  # rows of the tile
     vector: int  # elements of 16 bytes
 
+    def has_edges(self, shard: VocabShard, rows_have: bool) -> bool:
+        """Return whether there are columns in no whole vector. ``rows_have``: rows do not begin or end at lines."""
+        return rows_have or shard.n_valid % self.vector != 0
+
 
 class StatisticsBlock(NamedTuple):
     """Launch shape of the kernels of statistics. A row's bits depend on it, so it depends on the row's bytes alone."""

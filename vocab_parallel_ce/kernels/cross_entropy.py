@@ -238,8 +238,7 @@ def _gradient(
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    layout, has_edges = rows
-    has_edges |= shard.n_valid % block.vector != 0
+    layout, has_edges = rows[0], block.has_edges(shard, rows[1])
     sums, compiler = (options.entropy, options.sum_sq_probs, options.smoothing, options.mean_logit), {}
     if sum(map(bool, sums)) > 1 or (options.softcap is not None and has_edges):
         # Without the bound, ptxas takes fewer, and loads a thread's second vector when it has used the first.

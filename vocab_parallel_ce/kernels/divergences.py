@@ -107,12 +107,16 @@ def empty(at_label, LANES: tl.constexpr):
 
 
 @triton.jit
+def load_pair(tile, row):
+    """Return a tile's logits of the student and of the teacher."""
+    x = load_logits(row.logits + tile.first + tile.at, tile.inside)
+    return x, load_logits(row.other + tile.other_first + tile.at, tile.inside)
+
+
+@triton.jit
 def tile(stats, tile, row):
     loss_options = row.loss_options
-    x, w = (
-        load_logits(row.logits + tile.first + tile.at, tile.inside),
-        load_logits(row.other + tile.other_first + tile.at, tile.inside),
-    )
+    x, w = load_pair(tile, row)
     student_max, teacher_max = tl.max(x, axis=1), tl.max(w, axis=1)
     cross, target = tl.zeros_like(student_max), tl.full(student_max.shape, float("-inf"), tl.float32)
     hard_sum = cross
@@ -252,10 +256,7 @@ def mixture(sums, tile, pair):
     """Add a tile's parts of ``KL(t || m)`` and ``KL(s || m)``, over log(2)."""
     row, stats = pair
     loss_options = row.loss_options
-    x, w = (
-        load_logits(row.logits + tile.first + tile.at, tile.inside),
-        load_logits(row.other + tile.other_first + tile.at, tile.inside),
-    )
+    x, w = load_pair(tile, row)
     student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
     teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
     s, t = tl.exp2(student_log), tl.exp2(teacher_log)
@@ -296,10 +297,7 @@ def factors(stats, second, weight, live, loss_options):
 def gradient(factors, tile, row):
     loss_options = row.loss_options
     is_target = tile.column == row.target
-    x, w = (
-        load_logits(row.logits + tile.first + tile.at, tile.inside),
-        load_logits(row.other + tile.other_first + tile.at, tile.inside),
-    )
+    x, w = load_pair(tile, row)
     if loss_options.beta is not None:
         student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
         teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)

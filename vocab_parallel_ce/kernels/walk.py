@@ -310,9 +310,7 @@ def pair_launch(
 
     ``compiler`` are the compiler's other options.
     """
-    has_edges = rows.has_edges or shard.n_valid % block.vector != 0
-    if isinstance(block, StatisticsBlock):
-        has_edges = block.has_edges(shard, rows.has_edges)
+    has_edges = block.has_edges(shard, rows.has_edges)
     constants |= {"HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
     layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)
     return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps, **(compiler or {}))
