@@ -66,3 +66,15 @@ def test_storage_that_begins_off_a_boundary_is_left_alone():
     assert foreign.data_ptr() % VECTOR_BYTES != 0
     base, misaligned = aligned_base(foreign)
     assert (base.data_ptr(), misaligned) == (foreign.data_ptr(), 0)
+
+
+def test_two_tensors_are_alike_if_their_rows_begin_at_the_same_position_of_a_line():
+    """At other multiples of 16 bytes the numbers would be right, and the second tensor's loads cross lines."""
+    from vocab_parallel_ce.kernels.walk import pair_arguments
+
+    columns, line = 256, 64  # bf16
+    logits = torch.zeros(4, columns, dtype=torch.bfloat16)
+    for added, is_alike in ((0, True), (line, True), (8, False), (line // 2, False), (1, False)):
+        other = torch.zeros(4, columns + added, dtype=torch.bfloat16)[:, :columns]
+        *_, rows = pair_arguments(logits, other)
+        assert rows.alike == is_alike, added
