@@ -44,6 +44,24 @@ class Names:
             return self.package.linear_distillation_loss(*heads, **options)
         return self.package.distillation_loss(*tensors, teacher, **options)
 
+    def objective(
+        self,
+        tensors: Tensors,
+        labels: Tensor,
+        advantage: Tensor,
+        old: Tensor,
+        *,
+        group: Any,
+        in_two_steps: bool = False,
+    ) -> Tensor:
+        """:func:`cispo` inside the head, or of log-probabilities that come first."""
+        outputs, tokens = {"outputs": ("entropy",), "group": group}, {"advantage": advantage, "old": old}
+        if in_two_steps:
+            found = self.log_probs(tensors, labels, **outputs)
+            return cispo(found.log_probs, found.entropy, **tokens).mean()
+        loss: Tensor = self.package.linear_objective(*tensors, labels, cispo, tokens=tokens, **outputs)[0]
+        return loss
+
     def top_k(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
         teacher = self.package.TopKTeacher(ids, log_probs, "ignore")
         return self.package.distillation_loss(*tensors, teacher, **options)
@@ -55,6 +73,12 @@ class Names:
         """The entropies alone: most labels are none that a sampler takes."""
         threshold = self.package.sampling_threshold(*tensors, top_k=TOP, top_p=TOP_P, group=options.get("group"))
         return self.log_probs(tensors, labels, threshold=threshold, outputs=("entropy",), **options).entropy
+
+
+def cispo(log_probs: Tensor, entropy: Tensor, advantage: Tensor, old: Tensor) -> Tensor:
+    """MiniMax-M1's objective (arXiv:2506.13585) of each token, with an entropy bonus."""
+    weight = (log_probs.detach() - old).exp().clamp(max=1.2) * advantage
+    return -weight * log_probs - 0.01 * entropy
 
 
 @cache

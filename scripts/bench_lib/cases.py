@@ -253,6 +253,13 @@ class Alongside:
     def probabilities(self) -> Tensor:
         return self("teacher").softmax(-1) / self._case.ranks
 
+    def advantage(self) -> Tensor:
+        return self._random(self._case.tokens, seed=6000)
+
+    def old(self) -> Tensor:
+        """Log-probabilities, about those of random labels."""
+        return self._random(self._case.tokens, seed=7000) - math.log(self._case.vocabulary)
+
     def ids(self) -> Tensor:
         """Which tokens the teacher knows does not matter."""
         known = torch.arange(min(TOP, self._case.columns), device=self._tensors[0].device)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from bench_lib.adapters import cispo
 from bench_lib.cases import IGNORE_INDEX, TOP, TOP_P, Alongside, Inputs
 from bench_lib.rows import Row
 
@@ -38,6 +39,9 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
     if row.loss == "log_probs":
         temperature = given("temperature")[:, None] if "temperature" in row.given else options.get("temperature", 1.0)
         return _log_probs(row.outputs, z / temperature, given("labels"))
+    if row.loss == "objective":
+        log_probs, entropy = _log_probs(("log_probs", "entropy"), z, given("labels"))
+        return [cispo(log_probs, entropy, given("advantage"), given("old"))]
     if row.loss == "sampled":
         log_p = z.masked_fill(~_sampled(z), -torch.inf).log_softmax(-1)
         return [-(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)]

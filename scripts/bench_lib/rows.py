@@ -21,6 +21,7 @@ TAKES = {
     "top_k": ("ids", "log_probs"),
     "given_ids": ("ids", "log_probs"),
     "sampled": ("labels",),
+    "objective": ("labels", "advantage", "old"),
 }
 
 
@@ -54,6 +55,8 @@ class Row(NamedTuple):
         """Whether a package of any commit has such a call."""
         is_new = self.loss == "given_ids" or self.loss == "top_k" and "divergence" in self.options
         is_new |= "keep_logits" in self.options
+        if self.loss == "objective":
+            return hasattr(package, "linear_objective")
         of_keys = hasattr(package, "sampling_threshold") or self.loss != "sampled"
         return of_keys and (hasattr(package, "TopKTeacher") or not is_new)
 
@@ -138,8 +141,13 @@ HEAD_ROWS = {
     "linear, log_probs, logits_dtype": Row("log_probs", WIDE),
     "linear, log_probs, entropy": Row("log_probs", {"outputs": ENTROPY}),
     "linear, log_probs, entropy, keep_logits": Row("log_probs", {"outputs": ENTROPY, "keep_logits": "all"}),
+    "linear, objective": Row("objective", {}),
+    "linear, log_probs and objective": Row("objective", {"in_two_steps": True}),
 }
-ALONE = {"two matmuls and distillation": Row("distillation", {}, is_unfused=True)}
+ALONE = {
+    "two matmuls and distillation": Row("distillation", {}, is_unfused=True),
+    "two matmuls, log_probs and objective": Row("objective", {"in_two_steps": True}, is_unfused=True),
+}
 # On several ranks the gradient of the hidden states of two matmuls would need an all_reduce too.
 ON_RANKS = {"linear, sequence_parallel": Row("cross_entropy", {"sequence_parallel": True})}
 
