@@ -13,6 +13,7 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_p
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.api.next_labels import next_labels
+from vocab_parallel_ce.api.objective import linear_objective
 from vocab_parallel_ce.api.sampling import sampling_threshold
 from vocab_parallel_ce.api.top_k import top_k
 from vocab_parallel_ce.integrations.transformer_engine import (
@@ -38,6 +39,7 @@ __all__ = [
     "distillation_loss",
     "linear_cross_entropy",
     "linear_distillation_loss",
+    "linear_objective",
     "linear_token_log_probs",
     "next_labels",
     "parallel_cross_entropy",

@@ -30,6 +30,7 @@ OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "threshold": None, "kept": None}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "chunk_size": "auto", "logits_dtype": None}
 OF_HEADS |= {"keep_logits": "none"}
 OF_HEADS |= {"main_grad": None, "reduce_hidden_grad": True, "valid_tokens": None}
+OF_OBJECTIVES = {"tokens": None, "reduction": "mean", "num_items": None, "check_objective": False}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
 OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None}
@@ -41,6 +42,11 @@ SIGNATURES = [
     (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"expected_grad_output": None}),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
     (package.distillation_loss, ["student_logits", "teacher"], OF_DISTILLATION),
+    (
+        package.linear_objective,
+        [*LINEAR, "objective"],
+        {**OF_LOG_PROBS, **{n: v for n, v in OF_HEADS.items() if n != "keep_logits"}, **OF_OBJECTIVES},
+    ),
     (
         package.linear_distillation_loss,
         ["student", "teacher"],

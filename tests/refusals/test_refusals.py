@@ -7,10 +7,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import vocab_parallel_ce as vp
-from tests.refusals import divergences, heads, labels, logits, others
+from tests.refusals import divergences, heads, labels, logits, objectives, others
 
 pytestmark = pytest.mark.reference
-TABLES = [*logits.TABLES, *heads.TABLES, *divergences.TABLES, *labels.TABLES, *others.TABLES]
+TABLES = [*logits.TABLES, *heads.TABLES, *objectives.TABLES, *divergences.TABLES, *labels.TABLES, *others.TABLES]
 CASES = [pytest.param(table, *row, id=table.id_of(row)) for table in TABLES for row in table.rows]
 
 

@@ -37,6 +37,7 @@ NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test
 NUMBERS += " tests/conformance/test_same_bits.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
+OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_logits.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py tests/soft/test_topk_log_probs.py"
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
 OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
@@ -45,7 +46,7 @@ MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py te
 REFUSALS = "tests/refusals"  # after each suite
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
-    "kernels/walk": f"{INTERPRETED} {OF_PAIRS} tests/conformance/test_logits.py",
+    "kernels/walk": f"-m 'interpreter or reference' {OF_WALKS} {OF_PAIRS}",
     "kernels/row_": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/soft_labels": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
@@ -64,6 +65,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
+    "head/objective": "-m 'reference or gloo' tests/linear/test_objective.py",
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/verl": "tests/integrations/test_verl.py",

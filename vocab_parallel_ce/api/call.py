@@ -122,8 +122,11 @@ def loss_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
 
 def log_probs_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
     """Return the log-probabilities, or the record of all that was asked for."""
-    if not settings.outputs:
-        return outputs.loss
+    return outputs_of_log_probs(outputs, settings) if settings.outputs else outputs.loss
+
+
+def outputs_of_log_probs(outputs: TokenOutputs, settings: Settings) -> Outputs:
+    """Return the record of the log-probabilities and all that was asked for."""
     return Outputs(log_probs=outputs.loss, **_others(outputs, settings))
 
 
@@ -223,6 +226,19 @@ def over_logits(
         return TokenOutputs(*OverLogits.apply(logits, targets, call))
     with torch.no_grad():
         return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
+
+
+def over_objective(
+    loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings
+) -> tuple[Tensor, TokenOutputs]:
+    """Compute the reduced loss of an objective, and the outputs, which have no gradient."""
+    linear, local, targets = plan_linear_call(loss, arguments, settings, head)
+    if linear.head.needs_gradient:
+        total, *outputs = OverHead.apply(*local, targets, linear)
+        return total, TokenOutputs(*outputs)
+    with torch.no_grad(), without_autocast(local.hidden.device):
+        found, *_ = loops.forward(linear, local, targets)
+        return loops.total_of(linear), found
 
 
 def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
+from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head, with_padding
@@ -26,6 +27,7 @@ class Arguments(NamedTuple):
     num_items: float | Tensor | None
     main_grad: Tensor | None = None
     expected_grad_output: Tensor | None = None
+    objective: Objective | None = None
 
 
 def with_local_rows(arguments: Arguments, settings: Settings, position: tuple[int, int]) -> tuple[Arguments, Settings]:

@@ -8,7 +8,7 @@ d_weight [C, D] = sum over chunks of d_logits.T @ hidden,  d_bias [C] = sum of d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from vocab_parallel_ce.layout import as_dtype, cut, per_row
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head
+from vocab_parallel_ce.targets import Head, Record
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -152,6 +152,8 @@ def forward(
     if plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
     plan.launchers.outputs(stats, targets, call.divisor, by_row)
+    if linear.objective is not None:
+        linear.objective.fill(slice(0, n_rows), by_row)
     return _returned(linear, outputs), stats, kept
 
 
@@ -168,7 +170,7 @@ def forward_with_gradients(
     outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
-    grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.by_row)
+    grads = None if linear.expected is None else GradOutputs(linear.expected.by_row)
     gradients = _gradients(products, stats, grads, by_row)
     return _returned(linear, outputs), gradients, stats
 
@@ -192,8 +194,10 @@ def backward(
     return _gradients(Products(linear, local, targets, wanted, kept), stats, grads)
 
 
-def _gradients(products: Products, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None = None) -> Gradients:
-    """Return the gradients of all chunks; ``grads`` are of rows.
+def _gradients(
+    products: Products, stats: Stats, grads: GradOutputs | None, outputs: TokenOutputs | None = None
+) -> Gradients:
+    """Return the gradients of all chunks; ``grads`` are of rows, None if each is 1 or an objective has them.
 
     Forward has ``outputs`` to fill, and perhaps ``stats``. For backward, ``stats`` are those of forward.
     """
@@ -202,45 +206,77 @@ def _gradients(products: Products, stats: Stats, grads: GradOutputs, outputs: To
     return products.gradients()
 
 
+class Part(NamedTuple):
+    """Some rows of a chunk."""
+
+    of_chunk: slice
+    rows: slice  # of all chunks
+    logits: Tensor
+    targets: Any
+    stats: Stats | None  # None for one_pass
+    handle: Any  # of their exchange, None for one rank
+
+
 def _add_chunk(
-    products: Products, rows: slice, states: Tensor, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None
+    products: Products,
+    rows: slice,
+    states: Tensor,
+    stats: Stats,
+    grads: GradOutputs | None,
+    outputs: TokenOutputs | None,
 ) -> None:
     """Add the gradients of one chunk. The buffer is free afterwards."""
-    call, begun = products.linear.call, list[Any]()
-    plan = call.plan
+    linear, parts = products.linear, list[Part]()
+    plan, divisor = linear.call.plan, linear.call.divisor
     logits, d_logits, is_kept = products.memory(rows)
-    for part in parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks):
-        part_rows = slice(rows.start + part.start, rows.start + part.stop)
-        part_logits = cut(logits, part)
+    for of_chunk in parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks):
+        part_rows = slice(rows.start + of_chunk.start, rows.start + of_chunk.stop)
+        part_logits = cut(logits, of_chunk)
         if not is_kept:
-            products.fill_logits(cut(states, part), part_logits)
-        part_targets = plan.loss.at(products.targets, part_rows)
+            products.fill_logits(cut(states, of_chunk), part_logits)
+        targets = plan.loss.at(products.targets, part_rows)
         if outputs is None:
             exchange: Any = tuple([cut(each, part_rows, dim=1).contiguous() for each in stats]), None
         else:
-            exchange = _begin_exchange(call, part_logits, part_targets)
-        begun.append((part, part_rows, part_logits, part_targets, *exchange))
-    while begun:
-        part, part_rows, part_logits, part_targets, part_stats, handle = begun.pop(0)
-        if outputs is not None:
-            part_outputs = TokenOutputs._make([None if each is None else cut(each, part_rows) for each in outputs])
-            if part_stats is None:
-                run.one_pass(call, part_logits, part_targets, part_outputs)  # the gradient too, over the logits
-            else:
-                run.exchange(call, part_logits, part_targets, part_stats, handle)
-                plan.launchers.outputs(part_stats, part_targets, call.divisor, part_outputs)
-                for each, part_each in zip(stats, part_stats, strict=False):  # forward may have none
-                    each[:, part_rows] = part_each
-        if part_stats is not None:
-            part_grads = GradOutputs._make([None if grad is None else cut(grad, part_rows) for grad in grads])
-            part_gradient = part_logits if d_logits is logits else cut(d_logits, part)
-            plan.launchers.gradient(part_logits, part_targets, part_stats, call.divisor, part_grads, part_gradient)
-        del part_targets  # they may hold a teacher's logits
-        if part.start == 0:
+            exchange = _begin_exchange(linear.call, part_logits, targets)
+        parts.append(Part(of_chunk, part_rows, part_logits, targets, *exchange))
+    del targets  # they may hold a teacher's logits
+    while parts:
+        part = parts.pop(0)
+        part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs)
+        if part.stats is not None:
+            part_grads = part_grads or (GradOutputs() if grads is None else _cut(grads, part.rows))
+            gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
+            plan.launchers.gradient(part.logits, part.targets, part.stats, divisor, part_grads, gradient)
+        of_chunk = part.of_chunk
+        del part
+        if of_chunk.start == 0:
             d_hidden = products.hidden.new_gradient(rows)
         if d_hidden is not None:
-            products.fill_d_hidden(cut(d_logits, part), cut(d_hidden, part))
+            products.fill_d_hidden(cut(d_logits, of_chunk), cut(d_hidden, of_chunk))
     products.finish_chunk(rows, states, d_hidden, d_logits)
+
+
+def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutputs) -> GradOutputs | None:
+    """Fill a part's outputs, and its statistics among ``stats`` if they are kept.
+
+    Return an objective's derivatives by the outputs, if there is one. ``one_pass`` also writes the gradient over the
+    logits.
+    """
+    call, part_outputs = linear.call, _cut(outputs, part.rows)
+    if part.stats is None:
+        run.one_pass(call, part.logits, part.targets, part_outputs)
+        return None
+    run.exchange(call, part.logits, part.targets, part.stats, part.handle)
+    call.plan.launchers.outputs(part.stats, part.targets, call.divisor, part_outputs)
+    for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
+        each[:, part.rows] = part_each
+    return None if linear.objective is None else linear.objective.fill_and_differentiate(part.rows, part_outputs)
+
+
+def _cut(record: Record, rows: slice) -> Record:
+    """Return some rows of outputs or of their gradients."""
+    return type(record)(*[None if each is None else cut(each, rows) for each in record])
 
 
 def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | None, Any]:
@@ -300,6 +336,13 @@ def _new_outputs(linear: LinearCall, like: Tensor) -> tuple[TokenOutputs, TokenO
     outputs = run.new_outputs(linear.call.plan, shape, like)
     rows = [None if each is None else each.view(n_rows, *each.shape[len(shape) :]) for each in outputs]
     return outputs, TokenOutputs._make(rows)
+
+
+def total_of(linear: LinearCall) -> Tensor:
+    """Return the reduced loss ``[]`` of an objective, of which every row's is there."""
+    assert linear.objective is not None
+    total = linear.objective.total()
+    return total if linear.overflow is None else total * linear.overflow
 
 
 def _returned(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:

@@ -20,6 +20,7 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
+from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
 from vocab_parallel_ce.head.settings import check_expects, check_head_settings, gradient_of
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings, shard_of_rank
@@ -82,6 +83,7 @@ class LinearCall(NamedTuple):
     main_grad: Tensor | None
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
     expected: Expected | None  # of reduction "none", whose gradients forward computes
+    objective: RowObjective | None  # of log-probabilities
     n_kept: int  # number of rows whose logits are kept for backward
 
     @property
@@ -104,13 +106,15 @@ def plan_linear_call(
     position, parameter = group_position(arguments.group), arguments.head.weight
     checks.check_no_transforms(*arguments.head, *arguments.targets)
     arguments, settings = with_local_rows(arguments, settings, position)
-    (hidden, weight, bias), targets, group, num_items, main_grad, expected_grad_output = arguments
+    (hidden, weight, bias), targets, group, num_items, main_grad, expected_grad_output, objective = arguments
     planned = cached_head_plan(loss, arguments, settings, head, position)
     plan = planned.plan
     if not planned.takes_targets:
         tokens = Tokens(hidden, "hidden", planned.shape)
         check_memory(targets, tokens, settings)
         targets = local(targets, tokens, settings, plan)
+    if objective is not None:
+        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, planned.dtype)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
@@ -125,6 +129,7 @@ def plan_linear_call(
     if expected_grad_output is not None:
         warn_of_misfits()
         expected = expected_of(expected_grad_output, is_valid, order)
+    row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
     if verify.open_calls:
         _compare(planned, arguments, expected, settings, head)
     if planned.is_mean:  # last: it may be a collective
@@ -139,6 +144,7 @@ def plan_linear_call(
         main_grad=main_grad,
         parameter=parameter if main_grad is not None and hasattr(parameter, "grad_added_to_main_grad") else None,
         expected=expected,
+        objective=row_objective,
         n_kept=kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
     )
     return linear, arguments.head, targets
@@ -149,10 +155,10 @@ def cached_head_plan(
 ) -> HeadPlan:
     """Return the plan of a call, which is checked and made once."""
     try:
-        tensors, targets, group, _, *gradients = arguments
-        key = call_key(loss, (*tensors, *targets, *gradients), settings, position)
+        tensors, targets, group, _, main_grad, expected, objective = arguments
+        key = call_key(loss, (*tensors, *targets, main_grad, expected), settings, position)
         if key is not None:
-            key = *key, head, *map(type, head), group is None, autocast_dtype(tensors.hidden)
+            key = *key, head, *map(type, head), group is None, objective is None, autocast_dtype(tensors.hidden)
         planned = None if key is None else _plans.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         key = planned = None
@@ -166,7 +172,7 @@ def checked_head_plan(
     loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings, position: tuple[int, int]
 ) -> HeadPlan:
     """Check the arguments, except their memory and ``num_items``, and choose what runs."""
-    (hidden, weight, bias), targets, group, _, main_grad, expected_grad_output = arguments
+    (hidden, weight, bias), targets, group, _, main_grad, expected_grad_output, objective = arguments
     checks.check_hidden(hidden)
     checks.check_has_values(hidden)
     tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, position[1], head))
@@ -179,7 +185,8 @@ def checked_head_plan(
         checks.check_main_grad(main_grad, weight)
     if expected_grad_output is not None:
         check_expected(expected_grad_output, tokens)
-    check_head_settings(settings, head, knows_grad_output=expected_grad_output is not None)
+    knows_grad_output = expected_grad_output is not None or objective is not None
+    check_head_settings(settings, head, knows_grad_output=knows_grad_output)
     if expected_grad_output is not None:
         check_expects(settings, dtype)
     planned = make_head_plan(loss, arguments, settings, head, dtype, position)
@@ -262,6 +269,10 @@ def _compare(
     """Compare the ranks' arguments."""
     options = comparable(settings, arguments.num_items) | head._asdict()
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": planned.dtype}
+    if arguments.objective is not None:
+        reduction, num_items = arguments.objective[2:4]
+        options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
+        options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in arguments.objective.tokens.items()}
     options["expected_grad_output"] = None if expected is None else verify.shown(expected.by_token)
     verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options)
 
@@ -299,6 +310,7 @@ def _plan_of_logits(
             "impl: 'one_pass' keeps no statistics, which gradients of the outputs need, got gradient='auto'; use "
             "impl='auto', or gradient='in_forward', with which only the loss has a gradient"
         )
+    knows_no_grad_output = arguments.expected_grad_output is None and arguments.objective is None
     key = PlanKey(
         dtype=logits_dtype,
         n_columns=weight.shape[0],
@@ -307,7 +319,7 @@ def _plan_of_logits(
         n_ranks=n_ranks,
         gradient=gradient,
         # one_pass takes no grad_output, and its gradient has the dtype of the logits.
-        is_aligned=arguments.expected_grad_output is None and logits_dtype == dtype and not recomputes,
+        is_aligned=knows_no_grad_output and logits_dtype == dtype and not recomputes,
         class_weight=has_weights(arguments.targets),
     )
     # Cached apart from the number of tokens, which may be another at each step.

@@ -28,6 +28,10 @@ REFUSALS = Refusals(
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
     "gradient='in_backward' to run backward again"
 )
+OF_OBJECTIVES = Refusals(
+    "linear_objective: backward ran a second time, but the first has handed its gradients on; call it again, or add "
+    "what is computed of its loss before one backward"
+)
 
 
 class OverHead(torch.autograd.Function):
@@ -52,11 +56,15 @@ class OverHead(torch.autograd.Function):
         if linear.head.recomputes:
             saved += [*local, linear.call.divisor, logits, *stats, *targets]
         ctx.save_for_backward(*saved)
-        return as_returned(ctx, outputs, plan)
+        if linear.objective is None:
+            return as_returned(ctx, outputs, plan)
+        ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
+        return loops.total_of(linear), *outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        gradients = run_backward(_gradients, ctx, grads, REFUSALS)
+        refusals = REFUSALS if ctx.linear.objective is None else OF_OBJECTIVES
+        gradients = run_backward(_gradients, ctx, grads, refusals)
         return *(gradients or (None, None, None)), None, None
 
 

@@ -54,7 +54,7 @@ def linear_loss_and_outputs(hidden: Tensor, weight: Tensor, labels: Tensor, **op
     return of_every_output(dataclasses.replace(found, log_probs=found.loss))
 
 
-_OF_ORACLE = {
+ORACLES = {
     linear_token_log_probs: oracle.of_log_probs,
     linear_every_output: oracle.of_every_output,
     linear_loss_and_outputs: oracle.of_loss_and_every_output,
@@ -219,7 +219,7 @@ def linear_same_dtype(
     is_scaled = gradient == "in_forward" and len(grad_outputs) > 0 and grad_outputs[0].dim() == 0
     factor = grad_outputs[0].to(dtype) if is_scaled else None
     given = () if is_scaled else grad_outputs
-    of = _OF_ORACLE.get(function, oracle.of_loss)
+    of = ORACLES.get(function, oracle.of_loss)
     *outputs, grad = oracle.with_gradient(of, logits, inputs.labels, *given, **options)
     grad = grad.reshape(len(rows), len(inputs.weight)).to(dtype)
     d_weight = grad.to(weight_dtype or grad.dtype)

@@ -1,0 +1,297 @@
+"""Any objective of each token inside a head: against fp64, on several ranks, and beside its two steps."""
+
+import pytest
+import torch
+
+from tests.support.cases import linear, objectives
+from tests.support.cases.linear import COLUMNS, WIDTH, record_matmuls
+from tests.support.cases.objectives import OBJECTIVES, grpo, numbers_of, ppo
+from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits, extra_peak_bytes
+from tests.support.ranks import case as on_ranks
+from tests.support.ranks.linear import COLUMNS as OF_RANK
+from tests.support.ranks.linear import check_collectives
+from tests.support.ranks.pools import in_several_ranks
+from vocab_parallel_ce import linear_cross_entropy, linear_objective, linear_token_log_probs
+
+ROWS, OF_RANKS = linear.N_LEAVES, 8
+WAY = {"gradient": "in_forward", "logit_scale": 0.3}  # log-probabilities near those of the numbers
+CALLS, CALLS_OF_RANKS = objectives.calls_of(ROWS), objectives.calls_of(OF_RANKS)
+BY_NAME = pytest.mark.parametrize("name", OBJECTIVES)
+GRAD_OUTPUT = torch.tensor(0.75)
+
+
+@pytest.mark.quick
+@BY_NAME
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_algorithms(impl_device, dtype, name):
+    for kind, options in (
+        ("some_ignored", {"chunk_size": 2}),
+        ("some_ignored", {"softcap": 9.0}),
+        ("peaked", {"logits_dtype": torch.float32, "chunk_size": 4, "temperature": 1.3}),
+    ):
+        inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
+        linear.check(impl_device, inputs, GRAD_OUTPUT, function=CALLS[name], **WAY, **options)
+
+
+@in_several_ranks
+@pytest.mark.parametrize("form", ["", "main_grad", "sequence_parallel", "padded"])
+def test_algorithms_on_several_ranks(rank_pool, impl, form):
+    """One all_gather and one all_reduce a chunk, and nothing in backward."""
+    world = rank_pool.world_size
+    inputs = linear.projection("peaked", OF_RANKS, OF_RANK * world, shards=world, bias=True)
+    bounds = on_ranks.even(OF_RANK + 2, world) if form == "padded" else None
+    options = {"chunk_size": 4, **WAY, "sequence_parallel": form == "sequence_parallel"}
+    for function in CALLS_OF_RANKS.values():
+        size = "vocab_size" if bounds else "even"
+        case = on_ranks.Case(inputs, impl, options, bounds, size, (GRAD_OUTPUT,), function)
+        case = case._replace(main_grad=form == "main_grad")
+        results = rank_pool.run(on_ranks.run, case)
+        on_ranks.check(case, results)
+        if form != "sequence_parallel":
+            check_collectives(case, results, extra=1)
+
+
+class Objectives(linear.Leaves):
+    """Calls of an objective, and of its two steps, which other tests know to be right."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.tokens = {name: number.to(self.device) for name, number in numbers_of(self.labels.shape).items()}
+
+    def loss(self, objective=ppo, **options):
+        options = {"bias": self.bias, "impl": self.impl, "outputs": ("entropy",), "tokens": self.tokens, **options}
+        labels = options.pop("labels", self.labels)
+        return linear_objective(self.hidden, self.weight, labels, objective, **options)
+
+    def gradients(self, *args, factor=1.0, **options):
+        return torch.autograd.grad(factor * self.loss(*args, **options)[0], self.leaves)
+
+    def in_two_steps(self, objective=ppo, divisor=None, **options):
+        options = {"bias": self.bias, "impl": self.impl, "outputs": ("entropy",), **options}
+        found = linear_token_log_probs(self.hidden, self.weight, self.labels, **options)
+        is_valid = self.labels != -100
+        values = objective(found.log_probs, entropy=found.entropy, **self.tokens)
+        loss = torch.where(is_valid, values, 0.0).sum() / (is_valid.sum() if divisor is None else divisor)
+        return loss, found, torch.autograd.grad(loss, self.leaves)
+
+    def assert_as_in_two_steps(self, divisor=None, own=None, **options):
+        loss, found = self.loss(**options, **(own or {}))
+        expected, record, gradients = self.in_two_steps(divisor=divisor, **options)
+        torch.testing.assert_close(loss, expected)
+        for one, other in zip(torch.autograd.grad(loss, self.leaves), gradients, strict=True):
+            torch.testing.assert_close(one, other)
+        for name in ("log_probs", "entropy"):
+            one, other = getattr(found, name), getattr(record, name)
+            torch.testing.assert_close(one, other.detach())
+            assert not one.requires_grad and one.grad_fn is None
+
+
+def test_options_are_those_of_log_probs(impl_device):
+    case = Objectives(impl_device)
+    of_rows = torch.linspace(0.5, 2.0, ROWS, device=case.device)
+    kept = torch.stack([case.labels.clamp(min=0), (case.labels + 3) % COLUMNS, torch.full_like(case.labels, -1)], -1)
+    for options in (
+        {"temperature": of_rows, "chunk_size": 2},
+        {"threshold": of_rows - 6.0, "chunk_size": 4},
+        {"kept": kept, "chunk_size": 4},
+        {"kept": kept, "temperature": of_rows},
+    ):
+        case.assert_as_in_two_steps(**options)
+
+
+def test_divisors_and_bounds_of_valid_tokens(impl_device):
+    case = Objectives(impl_device)
+    n_valid = int((case.labels != -100).sum())
+    for divisor, own in (
+        (1, {"reduction": "sum"}),
+        (2.5, {"num_items": 2.5}),
+        (4, {"num_items": torch.tensor(4, device=case.device), "reduction": "sum"}),
+        (None, {"valid_tokens": n_valid, "chunk_size": 2}),
+        (None, {"check_objective": True, "chunk_size": 4}),
+    ):
+        case.assert_as_in_two_steps(divisor, own)
+    loss, found = case.loss(valid_tokens=n_valid - 1)
+    assert loss.isnan() and found.log_probs.isnan().any()
+    assert all(gradient.isnan().any() for gradient in torch.autograd.grad(loss, case.leaves))
+    loss, _ = case.loss(num_items=0)
+    assert loss == 0 and not any(gradient.any() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+def test_ignored_tokens_count_nowhere(impl_device):
+    """Whatever an objective makes of their log-probability of 0 and of their numbers."""
+    case = Objectives(impl_device)
+    is_ignored = case.labels == -100
+    assert is_ignored.any() and not is_ignored.all()
+    plain, tokens = case.gradients(), dict(case.tokens)
+    for number in (torch.nan, torch.inf):
+        tokens["old"] = tokens["old"].masked_fill(is_ignored, number)
+        tokens["advantage"] = tokens["advantage"].masked_fill(is_ignored, number)
+        loss, _ = case.loss(tokens=tokens)
+        assert torch.equal(loss, case.loss()[0])
+        for one, other in zip(torch.autograd.grad(loss, case.leaves), plain, strict=True):
+            assert torch.equal(one, other)
+    loss, found = case.loss(labels=torch.full_like(case.labels, -100))
+    assert loss == 0 and not found.log_probs.any() and not any(g.any() for g in torch.autograd.grad(loss, case.leaves))
+
+
+def test_an_ignored_token_among_many_counts_nowhere(impl_device):
+    """A CPU leaves out none of them if nearly all count, and a GPU never does."""
+    impl, device = impl_device
+    inputs, numbers = linear.many_tokens(24, COLUMNS), numbers_of((24,))
+    inputs.labels[5], numbers["old"][5] = -100, torch.nan
+    loss_and_gradients = []
+    for rows in (torch.arange(24), torch.tensor([row for row in range(24) if row != 5])):
+        hidden, weight = inputs.hidden[rows].to(device).requires_grad_(), inputs.weight.to(device).requires_grad_()
+        tokens = {name: number[rows].to(device) for name, number in numbers.items()}
+        options = {"tokens": tokens, "outputs": ("entropy",), "impl": impl, "chunk_size": 10}
+        loss, _ = linear_objective(hidden, weight, inputs.labels[rows].to(device), ppo, **options)
+        loss_and_gradients.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    (loss, d_hidden, d_weight), (other, d_others, d_weight_of_others) = loss_and_gradients
+    torch.testing.assert_close((loss, d_weight), (other, d_weight_of_others))
+    assert not d_hidden[5].any()
+    torch.testing.assert_close(torch.cat([d_hidden[:5], d_hidden[6:]]), d_others)
+
+
+def test_chunks_of_other_sizes_and_leading_dimensions(impl_device):
+    case = Objectives(impl_device)
+    whole, gradients = case.loss()[0], case.gradients(chunk_size=2)
+    shape = (2, ROWS // 2)
+    tokens = {name: number.view(shape) for name, number in case.tokens.items()}
+    hidden, labels = case.hidden.detach().view(*shape, WIDTH).requires_grad_(), case.labels.view(shape)
+    options = {"bias": case.bias, "impl": case.impl, "tokens": tokens, "outputs": ["entropy"]}
+    loss, found = linear_objective(hidden, case.weight, labels, ppo, chunk_size=2, **options)
+    torch.testing.assert_close(loss, whole)
+    assert found.log_probs.shape == found.entropy.shape == shape and found.loss is None and loss.shape == ()
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(gradient.view(ROWS, WIDTH), gradients[0])
+
+
+def test_three_products_of_each_chunk_and_none_in_backward(impl_device):
+    case = Objectives(impl_device, dtype=torch.bfloat16)
+    for own, n_products in (({}, 3), ({"chunk_size": 2, "valid_tokens": 4}, 6)):
+        with record_matmuls() as in_forward:
+            loss, _ = case.loss(**own)
+        with record_matmuls() as in_backward:
+            loss.backward()
+        assert (len(in_forward), len(in_backward)) == (n_products, 0)
+    with torch.no_grad(), record_matmuls() as in_forward:
+        loss, found = case.loss()
+    assert len(in_forward) == 1 and loss.grad_fn is None
+    torch.testing.assert_close(loss, case.loss()[0].detach(), rtol=1e-3, atol=1e-3)
+    frozen = Objectives(impl_device, frozen=("weight", "bias"))
+    with record_matmuls() as in_forward:
+        frozen.gradients()
+    assert len(in_forward) == 2
+
+
+def test_backward_runs_once_and_outputs_have_no_gradient(impl_device):
+    case = Objectives(impl_device)
+    loss, found = case.loss(outputs=("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions"))
+    assert not any(each.requires_grad for each in (found.log_probs, found.entropy, found.lse, found.predictions))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="linear_objective: backward ran a second time"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(case.loss()[0], case.leaves, create_graph=True)
+
+
+def test_autocast_and_no_tokens(impl_device):
+    case = Objectives(impl_device, "peaked")
+    with torch.autocast(case.device, torch.bfloat16):
+        gradients = case.gradients()
+    for one, other in zip(gradients, case.gradients(), strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
+    empty = torch.zeros(0, WIDTH, device=case.device, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64, device=case.device)
+    loss, found = linear_objective(empty, case.weight, none, lambda log_probs: log_probs, impl=case.impl)
+    loss.backward()
+    assert loss == 0 and found.log_probs.shape == (0,) and empty.grad.shape == (0, WIDTH) and not case.weight.grad.any()
+
+
+MIXING = {
+    "a mean": lambda p, advantage: p * (advantage - advantage.mean()),
+    "a sum of a sequence": lambda p, advantage: p.cumsum(0) * advantage,
+    "a neighbour": lambda p, advantage: p * p.roll(1).detach(),
+    "a derivative alone": lambda p, advantage: p + (p.roll(1) - p.roll(1).detach()),
+    "the number of tokens": lambda p, advantage: p / len(p),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_check_finds_objectives_that_mix_tokens(impl_device, name):
+    case = Objectives(impl_device, "peaked")
+
+    def objective(log_probs, advantage, **_):
+        return MIXING[name](log_probs, advantage)
+
+    case.gradients(objective)
+    for own in ({}, {"chunk_size": 4}):
+        with pytest.raises(ValueError, match="it mixes tokens"):
+            case.loss(objective, check_objective=True, **own)
+
+
+def test_compiled_code_breaks_its_graph_and_goes_on():
+    case = Objectives(("reference", "cpu"), "peaked")
+
+    tokens = case.tokens
+
+    def step(hidden):
+        return linear_objective(hidden * 2, case.weight, case.labels, grpo, tokens=tokens, outputs=("entropy",))[0] + 1
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_objective has no operator"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(case.hidden)
+    torch._dynamo.reset()
+    expected = torch.autograd.grad(step(case.hidden), case.hidden)
+    found = torch.autograd.grad(torch.compile(step, backend="aot_eager")(case.hidden), case.hidden)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_host_never_waits(impl):
+    case = Objectives((impl, "cuda"), dtype=torch.bfloat16)
+    main_grad = torch.zeros(COLUMNS, WIDTH, device="cuda")
+
+    def step():
+        case.gradients(grpo)
+        loss, _ = case.loss(main_grad=main_grad, chunk_size=2)
+        loss.backward()
+
+    assert_host_never_waits(step)
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_replays_other_numbers():
+    case = Objectives(("triton", "cuda"), dtype=torch.bfloat16)
+    weight = case.weight.detach()
+
+    def step(hidden, advantage, old):
+        hidden, tokens = hidden.detach().requires_grad_(), {"advantage": advantage, "old": old, "reference": old}
+        options = {"tokens": tokens, "outputs": ("entropy",), "impl": "triton", "chunk_size": 4}
+        loss, found = linear_objective(hidden, weight, case.labels, ppo, **options)
+        return loss.detach(), found.log_probs, *torch.autograd.grad(loss, [hidden])
+
+    hidden, advantage, old = case.hidden.detach(), case.tokens["advantage"], case.tokens["old"]
+    batches = [(hidden * number, advantage * number, old + number) for number in (2.0, 3.0)]
+    assert_graph_replays(step, (hidden.clone(), advantage.clone(), old.clone()), batches)
+
+
+@pytest.mark.cuda
+@pytest.mark.no_poison
+def test_the_peak_memory_is_that_of_a_mean():
+    n_tokens, hidden_size, n_columns = 8192, 1024, 32_000
+    hidden = torch.randn(n_tokens, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(n_columns, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(n_columns, (n_tokens,), device="cuda")
+    tokens = {name: number.cuda() for name, number in numbers_of((n_tokens,)).items()}
+
+    def of_a_mean():
+        return torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight))
+
+    def of_an_objective():
+        loss, _ = linear_objective(hidden, weight, labels, grpo, tokens=tokens, outputs=("entropy",))
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    assert extra_peak_bytes(of_an_objective) <= extra_peak_bytes(of_a_mean) + 40 * 4 * n_tokens

@@ -1,0 +1,74 @@
+"""Refusals of objectives inside a head."""
+
+import torch
+
+from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, a_call
+from tests.refusals.logits import TEMPERATURES
+from tests.refusals.rows import Row, Table
+from vocab_parallel_ce import linear_objective
+
+PARAMETER = torch.tensor(2.0, requires_grad=True)
+OBJECTIVES = {
+    "right": lambda log_probs, advantage: -advantage * log_probs,
+    "a sum": lambda log_probs, advantage: log_probs.sum(),
+    "fewer": lambda log_probs, advantage: log_probs[1:],
+    "elsewhere": lambda log_probs, advantage: log_probs.to("meta"),
+    "a number": lambda log_probs, advantage: 1.0,
+    "bool": lambda log_probs, advantage: log_probs > 0,
+    "constant": lambda log_probs, advantage: advantage,
+    "detached": lambda log_probs, advantage: log_probs.detach(),
+    "learnt": lambda log_probs, advantage: log_probs * PARAMETER.exp(),
+    "other names": lambda log_probs: log_probs,
+    "mixed": lambda log_probs, advantage: log_probs - log_probs.mean(),
+}
+
+
+def call(objective, advantage, tokens=None, **options):
+    tokens = {"advantage": advantage} if tokens is None else tokens
+    return linear_objective(objective=OBJECTIVES.get(objective, objective), tokens=tokens, **options)
+
+
+RETURNED: list[Row] = [
+    ({"objective": "a sum"}, ValueError, r"objective: expected a number of each token, \(6,\).*got \(\)"),
+    ({"objective": "fewer"}, ValueError, r"objective: .*\(6,\) on cpu, got \(5,\) on cpu; do not reduce"),
+    ({"objective": "elsewhere"}, ValueError, "objective: .*on cpu, got .*on meta"),
+    ({"objective": "a number"}, TypeError, "objective: expected floating-point numbers in a tensor, got float"),
+    ({"objective": "bool"}, TypeError, "objective: .*got torch.bool"),
+    ({"objective": "constant"}, ValueError, "objective: expected a function of log_probs.*got numbers without one"),
+    ({"objective": "detached"}, ValueError, "objective: .*do not detach"),
+    ({"objective": "learnt"}, ValueError, r"objective: .*its arguments, got one of shape \(\).*lost"),
+    ({"objective": "other names"}, TypeError, ".*advantage"),
+    ({"objective": None}, TypeError, "objective: expected a function, got NoneType"),
+    ({"objective": "mixed", "check_objective": True}, ValueError, "objective: .*mixes tokens.*two steps"),
+]
+OF_TOKENS = r"tokens\['advantage'\]: "
+TOKENS: list[Row] = [
+    ({"advantage": torch.ones(6)}, ValueError, OF_TOKENS + r"shape must be that of the labels, \(2, 3\), got \(6,\)"),
+    ({"advantage": [1.0] * 6}, TypeError, OF_TOKENS + "expected a torch.Tensor, got list"),
+    ({"advantage": FACTORS.to_sparse()}, TypeError, OF_TOKENS + "expected a dense tensor"),
+    ({"advantage": FACTORS.to("meta")}, ValueError, OF_TOKENS + "device must be that of hidden"),
+    ({"advantage": FACTORS.clone().requires_grad_()}, TypeError, OF_TOKENS + ".*requires no gradient"),
+    ({"tokens": ["advantage"]}, TypeError, "tokens: expected a dict of tensors by their names, got list"),
+    ({"tokens": {"log_probs": 1}}, ValueError, r"tokens\['log_probs'\]: expected a name of its own"),
+    ({"tokens": {"entropy": 1}, "outputs": ("entropy",)}, ValueError, r"tokens\['entropy'\]: expected a name"),
+    ({"tokens": {1: 1}}, ValueError, r"tokens\[1\]: expected a name of its own"),
+]
+OTHERS: list[Row] = [
+    (HALF, ValueError, "objective: expected products of bf16 or fp32.*got fp16; use linear_token_log_probs"),
+    ({"reduction": "none"}, ValueError, "reduction: expected one of 'mean', 'sum'"),
+    ({"num_items": -1}, ValueError, "num_items: must be "),
+    ({"num_items": "3"}, TypeError, "num_items: expected a number, got str"),
+    ({"check_objective": 1}, TypeError, "check_objective: "),
+    ({"outputs": ("rank",)}, ValueError, "outputs: "),
+    ({"kept": LABELS[..., None], "outputs": ("lse",)}, ValueError, "outputs: expected none but 'entropy' with kept"),
+    ({"gradient": "in_backward"}, TypeError, ".*gradient"),
+]
+
+TABLES = [
+    Table(
+        "linear_objective",
+        call,
+        lambda: a_call() | {"objective": "right", "advantage": FACTORS},
+        [*OF_BOTH, *TEMPERATURES, *RETURNED, *TOKENS, *OTHERS],
+    )
+]

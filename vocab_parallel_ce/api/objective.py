@@ -1,0 +1,120 @@
+"""Any objective of each token inside a head: the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.api.call import (
+    Outputs,
+    label_targets,
+    outputs_of_log_probs,
+    over_objective,
+    public,
+    split_temperature,
+)
+from vocab_parallel_ce.head.arguments import Arguments
+from vocab_parallel_ce.head.objective import Objective
+from vocab_parallel_ce.options import HeadSettings, Settings, checked_outputs
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Head
+
+
+@public(lambda keywords: True)  # a Python function is no operator
+def linear_objective(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    objective: Callable[..., Tensor],
+    *,
+    tokens: Mapping[str, Tensor] | None = None,
+    outputs: Sequence[str] = (),
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    check_objective: bool = False,
+    bias: Tensor | None = None,
+    group: Any = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    threshold: Tensor | None = None,
+    kept: Tensor | None = None,
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int | str = "auto",
+    logits_dtype: torch.dtype | None = None,
+    main_grad: Tensor | None = None,
+    reduce_hidden_grad: bool = True,
+    valid_tokens: int | None = None,
+) -> tuple[Tensor, Outputs]:
+    """Mean or sum of any function of a token's log-probability, with the gradients of ``hidden`` and ``weight``.
+
+    ``hidden @ weight.T + bias`` is made in chunks of tokens, as in :func:`linear_cross_entropy`, once: forward calls
+    ``objective`` with the log-probabilities of a chunk, and its derivatives multiply the gradient of the chunk's
+    logits. So PPO, GRPO or any other objective costs the three products and the memory of a mean, where
+    :func:`linear_token_log_probs` makes the logits twice. docs/objective.md has examples.
+
+    Collectives: those of :func:`linear_cross_entropy` with gradients in forward; without gradients one all_gather.
+
+    Args:
+        hidden, weight, labels: as in :func:`linear_cross_entropy`; the products are bf16 or fp32.
+        objective: called as ``objective(log_probs, entropy=..., advantage=...)`` with what ``outputs`` and ``tokens``
+            name, ``[n]`` each, of some of the tokens in any order. Returns ``[n]``, of each token from its own numbers
+            alone, in operations of PyTorch. Values of ignored tokens do not count, be they NaN.
+        tokens: by name, numbers that are known beforehand, of the shape of ``labels`` and any dtype, the same on every
+            rank. They get no gradient.
+        outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result.
+        reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
+        num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
+        check_objective: raises ValueError if a token's value or derivative changes when every second token is left
+            out, as those of a mean would. Waits for the device; for debugging.
+        temperature, threshold, kept: as in :func:`token_log_probs`.
+        others: as in :func:`linear_cross_entropy`.
+
+    Returns:
+        the loss ``[]``, and an :class:`Outputs` of ``log_probs`` and ``outputs``, of the shape of ``labels``, which
+        have no gradient.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_cross_entropy`; also for fp16, and if ``objective`` returns no number
+            per token, one that depends on no argument with a gradient, or one that depends on another tensor that
+            requires a gradient, which would be lost.
+        RuntimeError: from backward, if it runs a second time, or with ``create_graph``.
+
+    Example:
+        >>> from vocab_parallel_ce import linear_objective
+        >>> hidden, head = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3, requires_grad=True)
+        >>> def reinforce(log_probs, advantage):
+        ...     return -advantage * log_probs
+        >>> tokens = {"advantage": torch.tensor([1.0, -1.0])}
+        >>> loss, found = linear_objective(hidden, head, torch.tensor([0, 3]), reinforce, tokens=tokens)
+        >>> loss.backward()
+        >>> found.log_probs, head.grad[:, 0]
+        (tensor([-1.3863, -1.3863]), tensor([-0.5000,  0.0000,  0.0000,  0.5000]))
+    """
+    requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
+    settings = Settings(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=number,
+        negated=True,
+        reduction="none",
+        gradient="in_forward",
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+        outputs=requested,
+    )
+    head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype)
+    loss, targets = label_targets(labels, tensor, threshold, kept, requested)
+    of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
+    arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
+    total, found = over_objective(loss, arguments, settings, head)
+    return total, outputs_of_log_probs(found, settings)

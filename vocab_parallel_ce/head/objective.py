@@ -1,0 +1,174 @@
+"""An objective of each token inside a head: a function of its log-probability, and of numbers known beforehand.
+
+The loop over chunks calls it with the outputs of some rows, before their gradient: its derivatives by the outputs are
+the grad_outputs of the rows. So a head has three products for any objective, as for a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.head.chunks import TokenOrder
+from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.plan import checked_divisor
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.targets import Tokens
+
+RELATIVE, SMALLEST = 1e-4, 1e-6  # how far a row's number may be from that of the row among others
+MIXES = (
+    "objective: expected a number of each token from its own numbers, got others without half of the tokens: it mixes "
+    "tokens; what does (a mean, the ratio of a sequence) takes two steps: docs/objective.md"
+)
+
+
+class Objective(NamedTuple):
+    """What a caller passes."""
+
+    function: Callable[..., Tensor]  # (log_probs [n], name=[n], ...) -> [n]
+    tokens: Mapping[str, Tensor]  # [...] each
+    reduction: str  # "mean" or "sum"
+    num_items: float | Tensor | None
+    is_checked: bool  # whether the function may look at no other token
+
+
+def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dtype: torch.dtype) -> None:
+    """Raise unless the objective can be called with the tokens' numbers, for products of ``dtype``."""
+    if not callable(objective.function):
+        raise TypeError(f"objective: expected a function, got {type(objective.function).__name__}")
+    given: Any = objective.tokens
+    if not isinstance(given, Mapping):
+        got = type(given).__name__
+        raise TypeError(f"tokens: expected a dict of tensors by their names, got {got}; pass {{'advantage': ...}}")
+    for name, numbers in objective.tokens.items():
+        subject = f"tokens[{name!r}]"
+        if not isinstance(name, str) or name == "log_probs" or name in settings.outputs:
+            raise ValueError(f"{subject}: expected a name of its own, got that of an output; pass another")
+        checks.check_tensor(subject, numbers)
+        checks.check_dense(subject, numbers)
+        checks.check_device(subject, numbers, tokens.tensor, tokens.subject)
+        checks.check_requires_no_gradient(subject, numbers)
+        if numbers.shape != tokens.shape:
+            expected = f"that of the labels, {tuple(tokens.shape)}"
+            raise ValueError(f"{subject}: shape must be {expected}, got {tuple(numbers.shape)}")
+    checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
+    checks.check_bool("check_objective", objective.is_checked)
+    if dtype == torch.float16:
+        raise ValueError(
+            "objective: expected products of bf16 or fp32, because small gradients of fp16 would underflow before the "
+            "loss scale multiplies them, got fp16; use linear_token_log_probs, whose backward knows the scale"
+        )
+
+
+class RowObjective(NamedTuple):
+    """An objective and its numbers in the order of a head's rows."""
+
+    function: Callable[..., Tensor]
+    tokens: dict[str, Tensor]  # [M] each
+    is_valid: Tensor  # [M] bool: rows that are not ignored
+    factor: Tensor  # [1]: 1 / divisor, 0 for a divisor of 0
+    losses: Tensor  # [M]: filled by `fill` and `fill_and_differentiate`; 0 for ignored rows
+    is_checked: bool
+
+    def fill(self, rows: slice, outputs: TokenOutputs) -> None:
+        """Fill the losses of ``rows`` from their outputs."""
+        self.losses[rows] = self._values(rows, _named(outputs))
+
+    def fill_and_differentiate(self, rows: slice, outputs: TokenOutputs) -> GradOutputs:
+        """Do the same, and return the derivatives of :meth:`total` by the outputs."""
+        factor = self.factor.expand(rows.stop - rows.start)
+        values, grads = self._differentiated(rows, outputs, factor)
+        if self.is_checked:
+            self._check_each_alone(rows, outputs)
+        self.losses[rows] = values
+        return GradOutputs(loss=grads.pop("log_probs"), **grads)
+
+    def total(self) -> Tensor:
+        """Return the reduced loss ``[]``."""
+        return (self.losses.sum() * self.factor).squeeze(0)
+
+    def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
+        named = {name: output.detach() for name, output in _named(outputs).items()}
+        leaves = {name: output.requires_grad_() for name, output in named.items() if output.is_floating_point()}
+        with torch.enable_grad():
+            values = self._values(rows, named)
+            if not values.requires_grad:
+                raise ValueError(
+                    "objective: expected a function of log_probs, or of an output that has a gradient, got numbers "
+                    "without one; do not detach them"
+                )
+            _check_no_other_leaf(values, tuple(leaves.values()))
+            found = torch.autograd.grad(values, tuple(leaves.values()), factors, allow_unused=True)
+        grads = zip(leaves.items(), found, strict=True)
+        return values.detach(), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in grads}
+
+    def _values(self, rows: slice, named: dict[str, Tensor]) -> Tensor:
+        """Return the checked numbers of some rows, 0 for ignored ones."""
+        log_probs, is_valid = named["log_probs"], self.is_valid[rows]
+        others = {name: output for name, output in named.items() if name != "log_probs"}
+        values = self.function(log_probs, **others, **{name: each[rows] for name, each in self.tokens.items()})
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            got = getattr(values, "dtype", type(values).__name__)
+            raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}")
+        if values.shape != log_probs.shape or values.device != log_probs.device:
+            expected, got = (f"{tuple(each.shape)} on {each.device}" for each in (log_probs, values))
+            raise ValueError(f"objective: expected a number of each token, {expected}, got {got}; do not reduce them")
+        return torch.where(is_valid, values.to(log_probs.dtype), 0.0)
+
+    def _check_each_alone(self, rows: slice, outputs: TokenOutputs) -> None:
+        """Raise unless every second row has the same number without the others, of which no other has a derivative."""
+        weights = torch.ones_like(outputs.loss)
+        values, grads = self._differentiated(rows, outputs, weights)
+        # Of other weights, so that no sum of two rows is a multiple of one.
+        weights = 1 + torch.arange(len(weights[::2]), device=weights.device, dtype=weights.dtype) * 0.6180339887 % 1
+        half = TokenOutputs._make([None if each is None else each[::2] for each in outputs])
+        alone, grads_alone = self._differentiated(slice(rows.start, rows.stop, 2), half, weights)
+        pairs = [(values[::2], alone), *((grad[::2] * weights, grads_alone[name]) for name, grad in grads.items())]
+        if not all(torch.allclose(a, b, RELATIVE, SMALLEST, equal_nan=True) for a, b in pairs):
+            raise ValueError(MIXES)
+
+
+def rows_of(
+    objective: Objective, is_valid: Tensor, order: TokenOrder | None, hidden: Tensor, dtype: torch.dtype
+) -> RowObjective:
+    """Return a checked objective as the chunks need it; its losses are of ``dtype``."""
+    if objective.num_items is None:
+        divisor = is_valid.sum().reshape(1) if objective.reduction == "mean" else is_valid.new_ones(1)
+    else:
+        divisor = checked_divisor(objective.num_items, "sum", hidden)
+    tokens = {name: flat(numbers.detach()) for name, numbers in objective.tokens.items()}
+    if order is not None:
+        tokens = {name: order.to_rows(numbers, 0) for name, numbers in tokens.items()}
+        is_valid = order.to_rows(is_valid, False)
+    factor = torch.where(divisor == 0, 0.0, 1 / divisor.to(dtype))
+    losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
+    return RowObjective(objective.function, tokens, is_valid, factor, losses, objective.is_checked)
+
+
+def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
+    """Return the outputs that there are, by the names of their arguments."""
+    names = ("log_probs", *TokenOutputs._fields[1:])
+    return {name: output for name, output in zip(names, outputs, strict=True) if output is not None}
+
+
+def _check_no_other_leaf(values: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    """Raise if a tensor besides ``leaves`` would get a gradient from ``values``, which nobody asks for."""
+    nodes: list[Any] = [values.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)  # of a leaf
+        if variable is not None and not any(variable is leaf for leaf in leaves):
+            raise ValueError(
+                f"objective: expected no tensor that requires a gradient but its arguments, got one of shape "
+                f"{tuple(variable.shape)}, whose gradient would be lost; pass its detach()"
+            )
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
