@@ -254,7 +254,7 @@ class Alongside:
         return self("teacher").softmax(-1) / self._case.ranks
 
     def advantage(self) -> Tensor:
-        return self._random(self._case.tokens, seed=6000)
+        return self._random(self._case.tokens, seed=6000).abs()
 
     def old(self) -> Tensor:
         """Log-probabilities, about those of random labels."""
