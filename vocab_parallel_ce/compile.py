@@ -109,7 +109,7 @@ def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -
 
 N_SETTINGS = len(Settings._fields)
 TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", tuple[str, ...]: "str[]"}
-TYPES |= {float | None: "float?", int | None: "int?", torch.dtype | None: "ScalarType?"}
+TYPES |= {float | None: "float?", int | None: "int?", int | str | None: "int?", torch.dtype | None: "ScalarType?"}
 TYPES |= {int | VocabShard | None: "int[]?", int | str: "SymInt"}  # a number of tokens may be symbolic
 
 

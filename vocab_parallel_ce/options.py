@@ -66,7 +66,7 @@ class HeadSettings(NamedTuple):
 
     sequence_parallel: bool = False
     reduce_hidden_grad: bool = True
-    valid_tokens: int | None = None
+    valid_tokens: int | str | None = None
     chunk_size: int | str = "auto"
     logits_dtype: torch.dtype | None = None
     keep_logits: str = "none"

@@ -1,7 +1,9 @@
 """Edges of a fused projection and loss: what lies in memory, what ignored tokens hold, divisors, casts, chunks."""
 
+import contextlib
 import weakref
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,8 +28,10 @@ from tests.support.cases.linear import (
 from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import METRICS, REDUCTIONS, flat_outputs
 from tests.support.cases.pairs import covering
+from tests.support.host.gpu import captured
 from tests.support.truth.budget import K, assert_within_budget
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce.head.loops import Products
 
 NAN, INF = float("nan"), float("inf")
 FP32 = {"logits_dtype": torch.float32}
@@ -164,7 +168,7 @@ def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
 
     A promise of how many tokens count leaves the others out, and changes nothing else.
     """
-    for valid_tokens, chunk in ((None, "auto"), (None, 2), (3, "auto"), (3, 2), (4, 3), (1000, 100)):
+    for valid_tokens, chunk in ((None, 2), (3, "auto"), (3, 2), (4, 3), (1000, 100), ("count", 2)):
         inputs = linear.projection("peaked", bias=True)
         inputs.hidden[0], inputs.hidden[2, 3] = bad, bad
         inputs.labels[[0, 2]] = IGNORE_INDEX
@@ -173,6 +177,39 @@ def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
             grad_output[2] = bad
         result = check(impl_device, inputs, grad_output, valid_tokens=valid_tokens, chunk_size=chunk, **way)
         assert not result.hidden[[0, 2]].any() and result.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("n_ignored", [0, 1, 7, 10])
+def test_counted_tokens_alone_are_computed(impl_device, n_ignored):
+    """Chunks are of as many tokens as count, without a bound that could be too low."""
+    impl, device = impl_device
+    inputs = linear.many_tokens(10, linear.COLUMNS)
+    inputs.labels[:n_ignored] = IGNORE_INDEX
+    gradients = []
+    for valid_tokens in ("count", None):
+        hidden, weight = (each.clone().to(device).requires_grad_() for each in inputs[:2])
+        options = {"valid_tokens": valid_tokens, "impl": impl, "chunk_size": 5}
+        with recorded_rows() as rows:
+            loss = linear_cross_entropy(hidden, weight, inputs.labels.to(device), **options)
+        assert sum(rows) == max(1, 10 - n_ignored) or device == "cuda" and valid_tokens is None
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(*gradients)
+
+
+@contextlib.contextmanager
+def recorded_rows():
+    """The tokens of each chunk whose logits are made."""
+    rows, fill = [], Products.fill_logits
+    with patch.object(Products, "fill_logits", lambda self, *of: rows.append(len(of[0])) or fill(self, *of)):
+        yield rows
+
+
+@pytest.mark.cuda
+def test_no_captured_graph_counts():
+    inputs = linear.many_tokens(10, linear.COLUMNS)
+    hidden, weight, labels = (each.cuda() for each in inputs[:3])
+    with torch.no_grad(), pytest.raises(ValueError, match="valid_tokens: expected a number in a CUDA graph"):
+        captured(lambda: [linear_cross_entropy(hidden, weight, labels, valid_tokens="count")])
 
 
 @AT_ANY_MOMENT

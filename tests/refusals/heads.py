@@ -86,6 +86,7 @@ OF_BOTH: list[Row] = [
     ({"logits_dtype": torch.float32, "impl": "one_pass"}, ValueError, "impl: 'one_pass'"),
     ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),
     ({"valid_tokens": torch.tensor(3)}, TypeError, "valid_tokens: expected an int.*got Tensor"),
+    ({"valid_tokens": "all"}, ValueError, "valid_tokens: expected 'count', a number or None, got 'all'"),
     ({"valid_tokens": True}, TypeError, "valid_tokens: expected an int.*got bool"),
     ({"softcap": 0}, ValueError, "softcap: must be positive"),
     ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),

@@ -30,12 +30,12 @@ from vocab_parallel_ce.targets import Head
 
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
-    """Return whether backward writes to a tensor of the caller's, warns or raises, or a call has no operator."""
+    """Return whether a call waits for the device, its backward writes, warns or raises, or it has no operator."""
     writes = keywords.get("main_grad") is not None or keywords.get("expected_grad_output") is not None
     outputs = keywords.get("outputs", ())
     is_named = keywords.get("gradient") == "in_forward" and isinstance(outputs, tuple | list)
     raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
-    return writes or raises or keeps_logits(keywords)
+    return writes or raises or keywords.get("valid_tokens") == "count" or keeps_logits(keywords)
 
 
 @public(needs_eager)
@@ -66,7 +66,7 @@ def linear_cross_entropy(
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
     expected_grad_output: Tensor | None = None,
-    valid_tokens: int | None = None,
+    valid_tokens: int | str | None = None,
 ) -> TensorOrOutputs:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
@@ -109,7 +109,7 @@ def linear_cross_entropy(
             all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in backward, the gradients are
             NaN, and a later call warns.
         valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it gives
-            a NaN loss.
+            a NaN loss. ``"count"`` counts them, for which the host waits for the device; in no CUDA graph.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its shard.
 
     Returns:
@@ -174,7 +174,7 @@ def linear_token_log_probs(
     keep_logits: str = "none",
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
-    valid_tokens: int | None = None,
+    valid_tokens: int | str | None = None,
 ) -> TensorOrOutputs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 

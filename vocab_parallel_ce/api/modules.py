@@ -179,7 +179,7 @@ class LinearCrossEntropy(_LossModule):
         main_grad: Tensor | None = None,
         reduce_hidden_grad: bool = True,
         expected_grad_output: Tensor | None = None,
-        valid_tokens: int | None = None,
+        valid_tokens: int | str | None = None,
     ) -> None:
         super().__init__()
         settings = Settings(reduction=reduction, gradient=gradient)

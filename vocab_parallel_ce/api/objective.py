@@ -51,7 +51,7 @@ def linear_objective(
     logits_dtype: torch.dtype | None = None,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
-    valid_tokens: int | None = None,
+    valid_tokens: int | str | None = None,
 ) -> tuple[Tensor, Outputs]:
     """Mean or sum of any function of a token's log-probability, with the gradients of ``hidden`` and ``weight``.
 

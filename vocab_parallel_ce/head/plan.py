@@ -21,7 +21,7 @@ from vocab_parallel_ce.head.chunks import (
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
-from vocab_parallel_ce.head.settings import check_expects, check_head_settings, gradient_of
+from vocab_parallel_ce.head.settings import COUNT, check_expects, check_head_settings, gradient_of
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import (
@@ -277,11 +277,10 @@ def _compare(
     verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options)
 
 
-def _overflow(count: Tensor | None, valid_tokens: int | None) -> Tensor | None:
+def _overflow(count: Tensor | None, valid_tokens: int | str | None) -> Tensor | None:
     """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said."""
-    if valid_tokens is None:
+    if count is None or valid_tokens is None or isinstance(valid_tokens, str):
         return None
-    assert count is not None
     factor = count.new_ones((), dtype=torch.float32)
     return factor.masked_fill_(count[0] > valid_tokens, float("nan"))
 
@@ -333,17 +332,24 @@ def in_backward(linear: LinearCall, divisor: Tensor | None) -> LinearCall:
 
 
 def _chunks_and_order(
-    planned: HeadPlan, is_valid: Tensor, count: Tensor | None, n_rows: int | None
+    planned: HeadPlan, is_valid: Tensor, count: Tensor | None, valid_tokens: int | str | None
 ) -> tuple[tuple[slice, ...], TokenOrder | None]:
     """Return the chunks of rows, and the order of the tokens in them unless it is their own.
 
-    ``n_rows`` are the most tokens that are valid, None if the caller does not say: the host of a CPU knows ``count``.
+    ``valid_tokens`` are the most that are valid, None if the caller does not say: the host of a CPU knows ``count``.
     """
     n_tokens, n_ranks, device, chunks = is_valid.shape[0], planned.plan.n_ranks, is_valid.device, planned.chunks
     if planned.sequence_parallel:
         return chunks, order_of_ranks(chunks, n_tokens, n_ranks, device) if len(chunks) > 1 else None
-    if n_rows is None and count is not None and device.type == "cpu":
-        n_rows = int(count)
+    if valid_tokens is None and device.type == "cpu":
+        valid_tokens = COUNT
+    if isinstance(valid_tokens, str):
+        assert count is not None
+        if count.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("valid_tokens: expected a number in a CUDA graph, got 'count', which waits for the device")
+        n_rows: int | None = int(count)
+    else:
+        n_rows = valid_tokens
     if n_rows is None or n_tokens == 0 or n_rows > MOST_KEPT * n_tokens:
         return chunks, None
     n_rows = max(1, n_rows)

@@ -8,6 +8,7 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.head.chunks import chunk_of, most_kept
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings
 
+COUNT = "count"  # valid tokens are counted
 GRADIENTS = ("auto", "in_forward", "in_backward")
 
 
@@ -36,9 +37,12 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
         )
     if head.valid_tokens is None:
         return
-    checks.check_integer("valid_tokens", head.valid_tokens)
-    if head.valid_tokens < 0:
-        raise ValueError(f"valid_tokens: must be at least 0, got {head.valid_tokens}")
+    if not isinstance(head.valid_tokens, str):
+        checks.check_integer("valid_tokens", head.valid_tokens)
+        if head.valid_tokens < 0:
+            raise ValueError(f"valid_tokens: must be at least 0, got {head.valid_tokens}")
+    elif head.valid_tokens != COUNT:
+        raise ValueError(f"valid_tokens: expected 'count', a number or None, got {head.valid_tokens!r}")
     if head.sequence_parallel:
         raise ValueError(
             "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
