@@ -15,7 +15,7 @@ from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
-from vocab_parallel_ce.integrations.transformers import install, patch, uninstall
+from vocab_parallel_ce.integrations.transformers import heads, install, patch, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
@@ -26,6 +26,21 @@ pytestmark = pytest.mark.reference
 
 
 # Heads
+
+
+@pytest.mark.parametrize("own", [{}, {"valid_tokens": None}, {"valid_tokens": 100}], ids=str)
+def test_labels_that_count_are_counted_in_training_alone(llama, monkeypatch, own):
+    """A GPU computes ignored tokens too, unless it is told how many count."""
+    told, fused = [], heads.linear_cross_entropy
+    monkeypatch.setattr(
+        heads, "linear_cross_entropy", lambda *of, **k: told.append(k.get("valid_tokens")) or fused(*of, **k)
+    )
+    expected = own_step(llama, tiny_inputs(llama))
+    install(llama, **own)
+    assert differs(step(llama, tiny_inputs(llama)), expected) is None and calls_of(llama) == FUSED
+    with torch.no_grad():
+        llama(**tiny_inputs(llama))
+    assert told == [own.get("valid_tokens", "count"), own.get("valid_tokens")]
 
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel])
@@ -283,7 +298,13 @@ def test_a_transform_of_functorch_runs_the_models_own_loss(llama):
         assert torch.equal(value, expected[name])
 
 
-OPTIONS = [{"gradient": "in_backward"}, {"gradient": "in_forward"}, {"chunk_size": 4}, {"impl": "reference"}]
+OPTIONS = [
+    {"valid_tokens": 100},
+    {"gradient": "in_backward"},
+    {"gradient": "in_forward"},
+    {"chunk_size": 4},
+    {"impl": "reference"},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

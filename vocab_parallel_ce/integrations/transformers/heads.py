@@ -115,7 +115,11 @@ class HeadCall(Head):
         module, group = self.plan.module, self.plan.group
         # PyTorch raises for such labels too; on a GPU the check would wait for the device.
         checks = hidden.device.type == "cpu"
-        options |= {"vocab_size": n_columns, "group": group, "check_labels": checks, **self.plan.options}
+        # Trainer waits for the device too, to count the labels of a batch. A captured CUDA graph cannot.
+        captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+        counted = {"valid_tokens": "count"} if self.requires_grad and not captures else {}
+        own = {"vocab_size": n_columns, "group": group, "check_labels": checks}
+        options |= {**own, **counted, **self.plan.options}
         if options.get("chunk_size", "auto") == "auto":
             width = -(-module.out_features // group_position(group)[1])
             size = self.modes.dtype_of(hidden).itemsize

@@ -47,7 +47,7 @@ WITHOUT_LABELS = (
 NO_HEAD = "get_output_embeddings() returns no head"
 NO_LANGUAGE_MODEL = "its forward takes no labels, or its models have no head that makes logits of tokens"
 WHEN_BUILT = "each other class of language models, when its first model is built"
-OPTIONS = ("chunk_size", "gradient", "impl")
+OPTIONS = ("chunk_size", "gradient", "impl", "valid_tokens")
 
 
 class Replaced(NamedTuple):
@@ -73,7 +73,8 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
             somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
         imported_later: with ``target=None``, also classes that are imported after this call.
-        options: ``chunk_size``, ``gradient`` and ``impl`` of :func:`linear_cross_entropy`.
+        options: ``chunk_size``, ``gradient``, ``impl`` and ``valid_tokens`` of :func:`linear_cross_entropy`. The last
+            is ``"count"`` by default where gradients are computed and no CUDA graph is captured.
 
     Returns:
         The report: which forwards are replaced, which are left and why, and what became of all calls so far.
