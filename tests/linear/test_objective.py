@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import linear, objectives
 from tests.support.cases.linear import COLUMNS, WIDTH, record_matmuls
@@ -209,10 +210,74 @@ def test_autocast_and_no_tokens(impl_device):
     assert loss == 0 and found.log_probs.shape == (0,) and empty.grad.shape == (0, WIDTH) and not case.weight.grad.any()
 
 
+def test_an_objective_gets_copies(impl_device):
+    """It may write to them, and numbers may be of any dtype, or made where autograd saves nothing."""
+    case = Objectives(impl_device, "peaked")  # no token is left out
+    with torch.inference_mode():
+        tokens = {"advantage": case.tokens["advantage"] * 1, "mask": case.tokens["old"] > -3, "count": case.labels * 1}
+
+    def plain(log_probs, advantage, mask, count, predictions):
+        return torch.where(mask, -2 * advantage * log_probs / count.add(1), 0.0)
+
+    def writing(log_probs, advantage, mask, count, predictions):
+        predictions.zero_()
+        return torch.where(mask, -advantage.mul_(2) * log_probs / count.add_(1), 0.0)
+
+    before = {name: number.clone() for name, number in tokens.items()}
+    options = {"tokens": tokens, "outputs": ("predictions",), "check_objective": True}
+    expected = case.gradients(plain, **options)
+    for one, other in zip(case.gradients(writing, **options), expected, strict=True):
+        assert torch.equal(one, other)
+    _, found = case.loss(plain, **options)
+    _, of_writing = case.loss(writing, **options)
+    with torch.no_grad():
+        _, unrecorded = case.loss(lambda log_probs, **of: log_probs.sub_(1) + of["predictions"].zero_(), **options)
+    for record in (of_writing, unrecorded):
+        assert torch.equal(record.log_probs, found.log_probs) and torch.equal(record.predictions, found.predictions)
+    assert all(torch.equal(tokens[name], number) for name, number in before.items())
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_runs_its_forward_once_in_forward(impl_device, is_reentrant):
+    """Its hooks see no tensor of the objective: to unpack one runs everything again, in each chunk."""
+    case, calls = Objectives(impl_device), []
+
+    def counted(log_probs, **of):
+        calls.append(len(log_probs))
+        return ppo(log_probs, **of)
+
+    def region(hidden, weight):
+        calls.append("region")
+        own = {"bias": case.bias, "impl": case.impl, "tokens": case.tokens, "outputs": ("entropy",), "chunk_size": 2}
+        return linear_objective(hidden * 1, weight, case.labels, counted, **own)[0]
+
+    expected = case.gradients(chunk_size=2)
+    loss = checkpoint(region, case.hidden, case.weight, use_reentrant=is_reentrant)
+    assert calls[0] == "region" and "region" not in calls[1:]
+    loss.backward()
+    assert calls.count("region") == 2 and len(calls) <= 2 * (1 + ROWS // 2)
+    for leaf, other in zip((case.hidden, case.weight), expected, strict=False):
+        torch.testing.assert_close(leaf.grad, other)
+
+
+def test_a_check_finds_nothing_in_right_objectives(impl_device):
+    case = Objectives(impl_device)
+    for objective in (
+        lambda log_probs, **of: ppo(log_probs, **of).bfloat16(),
+        lambda log_probs, **of: ppo(log_probs.bfloat16(), **of),
+        lambda log_probs, advantage, **_: 1e-8 * advantage * log_probs,
+        lambda log_probs, advantage, **_: 1e6 * advantage * log_probs.exp(),
+    ):
+        case.loss(objective, check_objective=True)
+
+
 MIXING = {
+    "a small mean": lambda p, advantage: 1e-8 * p * (advantage - advantage.mean()),
     "a mean": lambda p, advantage: p * (advantage - advantage.mean()),
     "a sum of a sequence": lambda p, advantage: p.cumsum(0) * advantage,
     "a neighbour": lambda p, advantage: p * p.roll(1).detach(),
+    "a value alone": lambda p, advantage: p + p.mean().detach(),
+    "the factor of a derivative": lambda p, advantage: p.detach() + (p - p.detach()) * advantage.mean(),
     "a derivative alone": lambda p, advantage: p + (p.roll(1) - p.roll(1).detach()),
     "the number of tokens": lambda p, advantage: p / len(p),
 }

@@ -11,7 +11,14 @@ from tests.ranks.test_verify import COLUMNS, FUNCTIONS, Arguments, _all, _label,
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import in_ranks, subgroups
-from vocab_parallel_ce import Head, VocabShard, linear_distillation_loss, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    Head,
+    VocabShard,
+    linear_distillation_loss,
+    linear_objective,
+    verify_calls,
+    vocab_parallel_cross_entropy,
+)
 
 
 def _shard(rank, n, size):
@@ -89,6 +96,34 @@ def _beside_a_head(rank, group):
     student, teacher = Head(a.hidden, a.weight), Head(a.hidden.detach(), a.weight.detach(), bias)
     errors.append(error_of(partial(linear_distillation_loss, student, teacher, group=group)))
     return errors
+
+
+@verify_calls()
+def _objectives(rank, group):
+    """Errors of numbers that differ, of their names, of functions, and of none."""
+    a, numbers = Arguments(rank, group), torch.ones(2, 3)
+
+    def one(log_probs, **numbers):
+        return log_probs
+
+    def other(log_probs, **numbers):
+        return -log_probs
+
+    def error(function, **tokens):
+        own = {name: number.to(a.hidden.device) for name, number in tokens.items()}
+        return error_of(lambda: linear_objective(a.hidden, a.weight, a.labels, function, tokens=own, group=group))
+
+    named = {"b": numbers} if rank else {"a": numbers}
+    return error(one, a=numbers + rank), error(one, **named), error(other if rank else one), error(one, a=numbers)
+
+
+@in_ranks((2,), (), (2,))
+def test_objectives_and_their_numbers_are_compared(rank_pool, impl):
+    for numbers, names, functions, none in rank_pool.run(_objectives):
+        assert numbers.startswith("ValueError: tokens['a']: rank 1 of 2 has shape (2, 3), norm 4")
+        assert names.startswith("ValueError: tokens['a']: rank 1 of 2 has None, rank 0 has shape (2, 3)")
+        assert functions.startswith("ValueError: objective: rank 1 of 2 has _objectives.<locals>.other")
+        assert none is None
 
 
 @in_ranks((2,), (), (2,))

@@ -66,14 +66,15 @@ def linear_objective(
         hidden, weight, labels: as in :func:`linear_cross_entropy`; the products are bf16 or fp32.
         objective: called as ``objective(log_probs, entropy=..., advantage=...)`` with what ``outputs`` and ``tokens``
             name, ``[n]`` each, of some of the tokens in any order. Returns ``[n]``, of each token from its own numbers
-            alone, in operations of PyTorch. Values of ignored tokens do not count, be they NaN.
+            alone, in operations of PyTorch, outside of autocast. It gets copies. Values of ignored tokens do not
+            count, be they NaN.
         tokens: by name, numbers that are known beforehand, of the shape of ``labels`` and any dtype, the same on every
             rank. They get no gradient.
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result.
         reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
         num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
         check_objective: raises ValueError if a token's value or derivative changes when every second token is left
-            out, as those of a mean would. Waits for the device; for debugging.
+            out, as those of a mean would. Only where gradients are computed. Waits for the device; for debugging.
         temperature, threshold, kept: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 

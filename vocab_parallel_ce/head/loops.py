@@ -23,7 +23,7 @@ from vocab_parallel_ce.layout import as_dtype, cut, per_row
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head, Record
+from vocab_parallel_ce.targets import Head
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -245,7 +245,8 @@ def _add_chunk(
         part = parts.pop(0)
         part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs)
         if part.stats is not None:
-            part_grads = part_grads or (GradOutputs() if grads is None else _cut(grads, part.rows))
+            if part_grads is None:
+                part_grads = GradOutputs(*[None if each is None else cut(each, part.rows) for each in grads or ()])
             gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
             plan.launchers.gradient(part.logits, part.targets, part.stats, divisor, part_grads, gradient)
         of_chunk = part.of_chunk
@@ -263,7 +264,8 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutpu
     Return an objective's derivatives by the outputs, if there is one. ``one_pass`` also writes the gradient over the
     logits.
     """
-    call, part_outputs = linear.call, _cut(outputs, part.rows)
+    call = linear.call
+    part_outputs = TokenOutputs._make([None if each is None else cut(each, part.rows) for each in outputs])
     if part.stats is None:
         run.one_pass(call, part.logits, part.targets, part_outputs)
         return None
@@ -272,11 +274,6 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutpu
     for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
         each[:, part.rows] = part_each
     return None if linear.objective is None else linear.objective.fill_and_differentiate(part.rows, part_outputs)
-
-
-def _cut(record: Record, rows: slice) -> Record:
-    """Return some rows of outputs or of their gradients."""
-    return type(record)(*[None if each is None else cut(each, rows) for each in record])
 
 
 def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | None, Any]:

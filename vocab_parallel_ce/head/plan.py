@@ -114,7 +114,8 @@ def plan_linear_call(
         check_memory(targets, tokens, settings)
         targets = local(targets, tokens, settings, plan)
     if objective is not None:
-        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, planned.dtype)
+        products = planned.dtype if planned.needs_gradient else None
+        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, products)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
@@ -270,9 +271,10 @@ def _compare(
     options = comparable(settings, arguments.num_items) | head._asdict()
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": planned.dtype}
     if arguments.objective is not None:
-        reduction, num_items = arguments.objective[2:4]
+        function, tokens, reduction, num_items, _ = arguments.objective
         options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
-        options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in arguments.objective.tokens.items()}
+        options["objective"] = getattr(function, "__qualname__", type(function).__name__)
+        options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in tokens.items()}
     options["expected_grad_output"] = None if expected is None else verify.shown(expected.by_token)
     verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options)
 

@@ -40,7 +40,7 @@ class OverHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, linear: LinearCall) -> Any:
         ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
-        ctx.kind, ctx.has_overwritten = type(targets), False
+        ctx.kind, ctx.has_overwritten, ctx.refusals = type(targets), False, REFUSALS
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
         with without_autocast(hidden.device):
@@ -58,13 +58,14 @@ class OverHead(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         if linear.objective is None:
             return as_returned(ctx, outputs, plan)
+        # Backward needs neither the function nor its numbers.
+        ctx.linear, ctx.refusals = linear._replace(objective=None), OF_OBJECTIVES
         ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
         return loops.total_of(linear), *outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refusals = REFUSALS if ctx.linear.objective is None else OF_OBJECTIVES
-        gradients = run_backward(_gradients, ctx, grads, refusals)
+        gradients = run_backward(_gradients, ctx, grads, ctx.refusals)
         return *(gradients or (None, None, None)), None, None
 
 
