@@ -42,7 +42,14 @@ nitpick_ignore_regex = [("py:.*", r"(?!vocab_parallel_ce).*")]
 
 CONTENTS = {
     "Start": ["docs/tutorial", "docs/which_function", "docs/questions", "docs/where_it_runs"],
-    "Losses": ["docs/options", "docs/gradients", "docs/linear", "docs/distillation", "docs/performance"],
+    "Losses": [
+        "docs/options",
+        "docs/gradients",
+        "docs/linear",
+        "docs/objective",
+        "docs/distillation",
+        "docs/performance",
+    ],
     "Frameworks": [
         f"docs/{name}" for name in ("transformers", "megatron", "dtensor", "rl", "frameworks", "compile", "training")
     ],
