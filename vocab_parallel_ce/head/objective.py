@@ -44,11 +44,11 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
     if not callable(function):
         got = type(function).__name__
         raise TypeError(f"objective: expected a function of log_probs and others, got {got}; pass one")
-    given: Any = objective.tokens
-    if not isinstance(given, Mapping):
-        got = type(given).__name__
+    by_name: Any = objective.tokens
+    if not isinstance(by_name, Mapping):
+        got = type(by_name).__name__
         raise TypeError(f"tokens: expected a dict of tensors by their names, got {got}; pass {{'advantage': ...}}")
-    for name, numbers in given.items():
+    for name, numbers in by_name.items():
         subject = f"tokens[{name!r}]"
         if type(name) is not str:
             raise TypeError(f"tokens: expected names as keys, got {name!r}; pass the name of an argument of objective")
@@ -111,8 +111,8 @@ class RowObjective(NamedTuple):
                     "without one; do not detach them"
                 )
             _check_no_other_leaf(values, tuple(leaves.values()))
-            found = torch.autograd.grad(values, tuple(leaves.values()), factors, allow_unused=True)
-        grads = zip(leaves.items(), found, strict=True)
+            derivatives = torch.autograd.grad(values, tuple(leaves.values()), factors, allow_unused=True)
+        grads = zip(leaves.items(), derivatives, strict=True)
         return values.detach(), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in grads}
 
     def _values(self, rows: slice, named: dict[str, Tensor]) -> Tensor:

@@ -117,9 +117,9 @@ class HeadCall(Head):
         checks = hidden.device.type == "cpu"
         # Trainer waits for the device too, to count the labels of a batch. A captured CUDA graph cannot.
         captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        counted = {"valid_tokens": "count"} if self.requires_grad and not captures else {}
-        own = {"vocab_size": n_columns, "group": group, "check_labels": checks}
-        options |= {**own, **counted, **self.plan.options}
+        valid_tokens = "count" if self.requires_grad and not captures else None
+        options |= {"vocab_size": n_columns, "group": group, "check_labels": checks, "valid_tokens": valid_tokens}
+        options |= self.plan.options
         if options.get("chunk_size", "auto") == "auto":
             width = -(-module.out_features // group_position(group)[1])
             size = self.modes.dtype_of(hidden).itemsize
