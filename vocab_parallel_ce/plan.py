@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import fewest_rows_of_one_pass, units_of
@@ -279,6 +281,15 @@ def may_overwrite(logits: Tensor) -> bool:
 def has_no_hooks() -> bool:
     """Whether there are surely no saved-tensor hooks."""
     return top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
+
+
+def saved_as_it_is() -> AbstractContextManager[Any]:
+    """Hide what is saved from the hooks of a checkpoint, which would run its forward again, and from offloading."""
+    return nullcontext() if has_no_hooks() else saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def is_view_in_graph(tensor: Tensor) -> bool:

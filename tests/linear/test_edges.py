@@ -168,7 +168,7 @@ def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
 
     A promise of how many tokens count leaves the others out, and changes nothing else.
     """
-    for valid_tokens, chunk in ((None, 2), (3, "auto"), (3, 2), (4, 3), (1000, 100), ("count", 2)):
+    for valid_tokens, chunk in ((None, "auto"), (None, 2), (3, "auto"), (3, 2), (4, 3), (1000, 100), ("count", 2)):
         inputs = linear.projection("peaked", bias=True)
         inputs.hidden[0], inputs.hidden[2, 3] = bad, bad
         inputs.labels[[0, 2]] = IGNORE_INDEX

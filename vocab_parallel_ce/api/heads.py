@@ -22,6 +22,7 @@ from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, head
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.arguments import Arguments
+from vocab_parallel_ce.head.settings import COUNT
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Settings, checked_outputs, divided_by
@@ -35,7 +36,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     outputs = keywords.get("outputs", ())
     is_named = keywords.get("gradient") == "in_forward" and isinstance(outputs, tuple | list)
     raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
-    return writes or raises or keywords.get("valid_tokens") == "count" or keeps_logits(keywords)
+    return writes or raises or keywords.get("valid_tokens") == COUNT or keeps_logits(keywords)
 
 
 @public(needs_eager)

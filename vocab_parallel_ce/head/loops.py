@@ -170,7 +170,7 @@ def forward_with_gradients(
     outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
-    grads = None if linear.expected is None else GradOutputs(linear.expected.by_row)
+    grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.by_row)
     gradients = _gradients(products, stats, grads, by_row)
     return _returned(linear, outputs), gradients, stats
 
@@ -194,10 +194,8 @@ def backward(
     return _gradients(Products(linear, local, targets, wanted, kept), stats, grads)
 
 
-def _gradients(
-    products: Products, stats: Stats, grads: GradOutputs | None, outputs: TokenOutputs | None = None
-) -> Gradients:
-    """Return the gradients of all chunks; ``grads`` are of rows, None if each is 1 or an objective has them.
+def _gradients(products: Products, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None = None) -> Gradients:
+    """Return the gradients of all chunks; ``grads`` are of rows, unless an objective has them.
 
     Forward has ``outputs`` to fill, and perhaps ``stats``. For backward, ``stats`` are those of forward.
     """
@@ -218,12 +216,7 @@ class Part(NamedTuple):
 
 
 def _add_chunk(
-    products: Products,
-    rows: slice,
-    states: Tensor,
-    stats: Stats,
-    grads: GradOutputs | None,
-    outputs: TokenOutputs | None,
+    products: Products, rows: slice, states: Tensor, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None
 ) -> None:
     """Add the gradients of one chunk. The buffer is free afterwards."""
     linear, parts = products.linear, list[Part]()
@@ -246,7 +239,8 @@ def _add_chunk(
         part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs)
         if part.stats is not None:
             if part_grads is None:
-                part_grads = GradOutputs(*[None if each is None else cut(each, part.rows) for each in grads or ()])
+                of_part = [None if each is None else cut(each, part.rows) for each in grads]
+                part_grads = GradOutputs._make(of_part)
             gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
             plan.launchers.gradient(part.logits, part.targets, part.stats, divisor, part_grads, gradient)
         of_chunk = part.of_chunk

@@ -7,18 +7,16 @@ the grad_outputs of the rows. So a head has three products for any objective, as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.plan import checked_divisor, has_no_hooks
+from vocab_parallel_ce.plan import checked_divisor, saved_as_it_is
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Tokens
 
@@ -102,8 +100,7 @@ class RowObjective(NamedTuple):
         """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
         named = _named(outputs)
         leaves = {name: output.requires_grad_() for name, output in named.items() if output.is_floating_point()}
-        # Hooks of a checkpoint would run its whole forward again.
-        with torch.enable_grad(), nullcontext() if has_no_hooks() else saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_as_it_is():
             values = self._values(rows, named)
             if not values.requires_grad:
                 raise ValueError(
@@ -167,10 +164,6 @@ def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
     """Return copies of the outputs that there are, by the names of their arguments."""
     names = ("log_probs", *TokenOutputs._fields[1:])
     return {name: output.detach().clone() for name, output in zip(names, outputs, strict=True) if output is not None}
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _are_close(a: Tensor, b: Tensor, relative: float) -> bool:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from vocab_parallel_ce.plan import top_saved_tensor_hooks
+from vocab_parallel_ce.plan import saved_as_it_is, top_saved_tensor_hooks
 
 _stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _steps = itertools.count(1)
@@ -27,23 +27,10 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_post_hook(_note_step)
 
 
-def _saving_hooks() -> Any:
-    return None if top_saved_tensor_hooks is None else top_saved_tensor_hooks(True)
-
-
 def checkpoint_hook() -> object:
     """Return the hook of the checkpoint that is entered (with ``use_reentrant=False``), or None."""
-    hooks = _saving_hooks()
+    hooks: Any = None if top_saved_tensor_hooks is None else top_saved_tensor_hooks(True)
     return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def saved_as_it_is() -> contextlib.AbstractContextManager[Any]:
-    """Hide what is saved from a checkpoint, which would not save it when it runs again, and from offloading."""
-    return saved_tensors_hooks(_as_it_is, _as_it_is) if _saving_hooks() else contextlib.nullcontext()
 
 
 def history(nodes: list[Any]) -> set[Any]:

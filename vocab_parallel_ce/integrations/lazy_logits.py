@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vocab_parallel_ce.integrations.lazy_head import Head, checkpoint_hook, history, saved_as_it_is
+from vocab_parallel_ce.integrations.lazy_head import Head, checkpoint_hook, history
 from vocab_parallel_ce.options import REDUCTIONS
+from vocab_parallel_ce.plan import saved_as_it_is
 
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "nelement", "element_size", "stride"),
