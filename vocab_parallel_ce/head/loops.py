@@ -2,7 +2,7 @@
 
 logits   [n, C] = hidden @ weight.T + bias      in a buffer that all chunks share, unless they are kept
 logits -> statistics -> exchange -> outputs, gradient over the buffer, or in one of 16 bits alongside fp32 logits
-d_hidden [n, D] = d_logits @ weight             summed over the ranks while the next products run
+d_hidden [n, D] = d_logits @ weight             summed over the ranks while the next chunk's kernels run
 d_weight [C, D] = sum over chunks of d_logits.T @ hidden,  d_bias [C] = sum of d_logits
 """
 
@@ -23,7 +23,7 @@ from vocab_parallel_ce.layout import as_dtype, cut, per_row
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head
+from vocab_parallel_ce.targets import Head, at
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -93,17 +93,16 @@ class Products:
         else:
             torch.addmm(self.bias, states, self.weight_t, out=logits)
 
-    def fill_d_hidden(self, d_logits: Tensor, d_hidden: Tensor) -> None:
-        """Fill ``d_hidden [n, D]``, of any dtype, from ``d_logits [n, C]``."""
-        if d_hidden.dtype == d_logits.dtype:
-            torch.mm(d_logits, self.weight, out=d_hidden)
-        else:
-            d_hidden.copy_(torch.mm(d_logits, self.weight))
-
-    def finish_chunk(self, rows: slice, states: Tensor, d_hidden: Tensor | None, d_logits: Tensor) -> None:
-        """Reduce ``d_hidden``, and meanwhile add the chunk to d_weight and d_bias."""
+    def add_gradients(self, rows: slice, states: Tensor, d_logits: Tensor) -> None:
+        """Fill a chunk's d_hidden, and add the chunk to d_weight and d_bias."""
+        d_hidden = self.hidden.new_gradient(rows)
         if d_hidden is not None:
-            self.hidden.begin_reduce(rows, d_hidden)
+            if d_hidden.dtype == d_logits.dtype:
+                torch.mm(d_logits, self.weight, out=d_hidden)
+            else:
+                d_hidden.copy_(torch.mm(d_logits, self.weight))
+            if self.linear.head.reduces or self.linear.head.sequence_parallel:
+                self.hidden.reduce_later(rows, d_hidden)
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
             valid = states if self.is_valid is None else zero_ignored(states, cut(self.is_valid, rows))
@@ -222,18 +221,22 @@ def _add_chunk(
     linear, parts = products.linear, list[Part]()
     plan, divisor = linear.call.plan, linear.call.divisor
     logits, d_logits, is_kept = products.memory(rows)
-    for of_chunk in parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks):
+    if not is_kept:
+        products.fill_logits(states, logits)
+    targets = plan.loss.at(products.targets, rows)
+    of_parts = parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks)
+    for of_chunk in of_parts:
         part_rows = slice(rows.start + of_chunk.start, rows.start + of_chunk.stop)
         part_logits = cut(logits, of_chunk)
-        if not is_kept:
-            products.fill_logits(cut(states, of_chunk), part_logits)
-        targets = plan.loss.at(products.targets, part_rows)
+        part_targets = targets if len(of_parts) == 1 else at(targets, of_chunk)
         if outputs is None:
             exchange: Any = tuple([cut(each, part_rows, dim=1).contiguous() for each in stats]), None
         else:
-            exchange = _begin_exchange(linear.call, part_logits, targets)
-        parts.append(Part(of_chunk, part_rows, part_logits, targets, *exchange))
-    del targets  # they may hold a teacher's logits
+            exchange = _begin_exchange(linear.call, part_logits, part_targets)
+        parts.append(Part(of_chunk, part_rows, part_logits, part_targets, *exchange))
+        if products.hidden.unreduced is not None:
+            products.hidden.begin_reduce()  # before the other part's exchange: that waits less than a product would
+    del targets, part_targets  # they may hold a teacher's logits
     while parts:
         part = parts.pop(0)
         part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs)
@@ -243,13 +246,8 @@ def _add_chunk(
                 part_grads = GradOutputs._make(of_part)
             gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
             plan.launchers.gradient(part.logits, part.targets, part.stats, divisor, part_grads, gradient)
-        of_chunk = part.of_chunk
         del part
-        if of_chunk.start == 0:
-            d_hidden = products.hidden.new_gradient(rows)
-        if d_hidden is not None:
-            products.fill_d_hidden(cut(d_logits, of_chunk), cut(d_hidden, of_chunk))
-    products.finish_chunk(rows, states, d_hidden, d_logits)
+    products.add_gradients(rows, states, d_logits)
 
 
 def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutputs) -> GradOutputs | None:

@@ -24,14 +24,16 @@ class HiddenStates:
     """``hidden [..., D]`` in chunks of the products' dtype, and its gradient ``[..., D]`` in its own dtype.
 
     With sequence parallelism, ``hidden`` is this rank's part: a chunk is gathered while the chunk
-    before it is computed. The gradients of several ranks are summed over the group while the next product runs.
+    before it is computed. The gradients of several ranks are summed over the group while the next chunk's gradient is
+    written.
     """
 
     def __init__(self, linear: LinearCall, hidden: Tensor, wants_gradient: bool) -> None:
         self.linear, self.shape, self.wants_gradient = linear, hidden.shape, wants_gradient
         self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.group, self.n_ranks = linear.call.group, linear.call.plan.n_ranks
-        self.pending: list[tuple[Any, Tensor]] = []  # sums over the ranks, with the memory they use
+        self.unreduced: tuple[slice, Tensor] | None = None
+        self.reducing: tuple[Any, Tensor] | None = None  # a sum over the ranks, with the memory that it uses
         self.d_hidden: Tensor | None = None
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -73,22 +75,37 @@ class HiddenStates:
             self.d_hidden = self.hidden.new_empty(n_rows, n_features)
         return cut(self.d_hidden, rows)
 
-    def begin_reduce(self, rows: slice, d_hidden: Tensor) -> None:
-        """Begin to sum over the ranks what :meth:`new_gradient` gave and the caller filled."""
-        while len(self.pending) > 1:  # frees the memory of the chunk before last
-            self.pending.pop(0)[0].wait()
+    def reduce_later(self, rows: slice, d_hidden: Tensor) -> None:
+        """Sum over the ranks what :meth:`new_gradient` gave and is filled now, from :meth:`begin_reduce` on.
+
+        The sum of the last chunk begins at once.
+        """
+        self.unreduced = rows, d_hidden
+        if rows.stop == self.linear.n_rows:
+            self.begin_reduce()
+
+    def begin_reduce(self) -> None:
+        """Begin the sum that waits: while kernels run that are bound by memory.
+
+        A product has a block on each multiprocessor, and would wait for those that the sum has taken.
+        """
+        assert self.unreduced is not None
+        (rows, d_hidden), self.unreduced = self.unreduced, None
+        if self.reducing is not None:
+            self.reducing[0].wait()  # frees the memory of the chunk before
         if self.linear.head.sequence_parallel:
             if self.d_hidden is None:
                 self.d_hidden = self.hidden.new_empty(self.hidden.shape)
             part = cut(self.d_hidden, part_of_rank(rows, self.n_ranks))
-            self.pending.append((begin_reduce_scatter(part, d_hidden, self.group), d_hidden))
-        elif self.linear.head.reduces:
-            self.pending.append((begin_all_reduce(d_hidden, self.group), d_hidden))
+            self.reducing = begin_reduce_scatter(part, d_hidden, self.group), d_hidden
+        else:
+            self.reducing = begin_all_reduce(d_hidden, self.group), d_hidden
 
     def gradient(self) -> Tensor | None:
         """Wait, and return the gradient of all tokens, if it is wanted; it is 0 for those that were left out."""
-        while self.pending:
-            self.pending.pop(0)[0].wait()
+        if self.reducing is not None:
+            self.reducing[0].wait()
+            self.reducing = None
         d_hidden = self.d_hidden
         if d_hidden is None:  # no tokens
             return self.hidden.new_empty(self.shape) if self.wants_gradient else None
