@@ -12,7 +12,7 @@ import torch
 
 import vocab_parallel_ce
 from vocab_parallel_ce.collectives import available_backends
-from vocab_parallel_ce.head.chunks import FEWEST_TOKENS, choose_chunk_tokens
+from vocab_parallel_ce.head.chunks import choose_chunk_tokens, default_tokens
 from vocab_parallel_ce.in_place import can_tell
 from vocab_parallel_ce.integrations import framework_lines
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
@@ -69,7 +69,7 @@ def doctor_lines() -> list[str]:
         default = "always into a new tensor: this Python or torch cannot say who can see the logits"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
-        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, FEWEST_TOKENS)
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, default_tokens(hidden_size, 2))
         what = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16: chunks of {chunk} tokens"
         lines.append(f"linear_cross_entropy, {what}, {chunk * n_columns * 2 / 2**30:.2f} GiB of logits")
     return lines + peer_lines() + framework_lines()

@@ -16,26 +16,44 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.options import HeadSettings, bytes_of
 
 MOST_TOKENS = 2**20  # of a chunk: a larger number is one of bytes
-FEWEST_TOKENS = 4096  # docs/design.md has what fewer cost
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
+WAVE = 2**22  # elements of a product: a tile of 128 x 256 on nearly each of an H100's 132 multiprocessors
+
+
+def default_tokens(hidden_size: int, element_size: int) -> int:
+    """Return the tokens of one of several chunks: a quarter more memory than 4096 take with the fp32 sum.
+
+    Each chunk reads and writes that sum once more. docs/design.md has what fewer tokens cost.
+    """
+    return 5120 + hidden_size // element_size
 
 
 def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int) -> int:
     """Return the tokens of a chunk by default: ``fewest``, or as many as have ``SMALL_BYTES`` of logits."""
-    # One chunk does without the weight's fp32 gradient, which may take more than all logits.
-    if n_tokens * element_size <= 4 * hidden_size:
+    # One chunk needs no fp32 sum of the weight's gradient: it is one if its logits take no more than that, or if
+    # with the gradient itself they take no more than the sum and the logits of one of several chunks.
+    sum_bytes, gradient_bytes = 4 * hidden_size, min(element_size, 4) * hidden_size  # of a column
+    if n_tokens * element_size <= max(sum_bytes, sum_bytes + fewest * element_size - gradient_bytes):
         return max(1, n_tokens)
-    return equal_chunk(n_tokens, max(fewest, min(MOST_TOKENS, SMALL_BYTES // (n_columns * element_size))))
+    most = max(fewest, min(MOST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
+    return equal_chunk(n_tokens, most, WAVE // hidden_size)
 
 
-def equal_chunk(n_tokens: int, most: int) -> int:
-    """Return at most ``most`` tokens, for as few chunks as that takes, all of one size except the last."""
+def equal_chunk(n_tokens: int, most: int, wave: int = MULTIPLE) -> int:
+    """Return at most ``most`` tokens, for as few chunks as that takes, all of one size except the last.
+
+    Of multiples of ``wave`` tokens if that takes no more chunks, otherwise of ``MULTIPLE``.
+    """
     if n_tokens <= most:
         return max(1, n_tokens)
     n_chunks = -(-n_tokens // most)
     even = -(-n_tokens // n_chunks)
-    return min(most, -(-even // MULTIPLE) * MULTIPLE)
+    for multiple in (wave // MULTIPLE * MULTIPLE or MULTIPLE, MULTIPLE):
+        size = -(-even // multiple) * multiple
+        if size <= most:
+            return size
+    return most
 
 
 def chunk_of(
@@ -47,7 +65,8 @@ def chunk_of(
     """
     size, token_bytes = head.chunk_size, n_columns * element_size
     if size == "auto":
-        chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
+        fewest = default_tokens(hidden_size, element_size)
+        chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, fewest)
         return min(chosen, max(1, most_kept(head.keep_logits, kept_bytes, chosen)))
     if not isinstance(size, str):
         count = checks.checked_count("chunk_size", size)
