@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from bench_lib.cases import OURS
+from bench_lib.cases import IGNORE_INDEX, OURS
 from bench_lib.documents import Result
 from bench_lib.steps import document_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
@@ -28,6 +28,11 @@ LLAMA = {
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072},
     **{"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
 }
+LLAMA_8B = {
+    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+}
+ALL_TOKENS = f"{OURS}[all tokens]"  # ignored ones take part, without a look at the labels
 GEMMA = {"num_hidden_layers": 6}  # the others are Gemma 2 2B's by default
 
 
@@ -39,12 +44,19 @@ class Case(NamedTuple):
     tokens: int
     checkpointed: bool = False
     gib: int = 0  # what a GPU must have
+    ignored: float = 0.0  # share of each sequence's labels, from its beginning: the prompt
 
 
 CASES = (
     Case("Llama-3.2-1B, 4 x 2048", "Llama", LLAMA, 4, 2048),
     Case("Llama-3.2-1B, 8 x 4096", "Llama", LLAMA, 8, 4096, gib=110),
     Case("Gemma 2 2B, 6 layers, 4 x 2048, checkpointed", "Gemma2", GEMMA, 4, 2048, checkpointed=True),
+)
+# Of ``--ignored``: instruction tuning, whose loss is of the answers alone.
+IGNORED_CASES = tuple(
+    Case(f"{name}, 4 x 2048, {share:.0%} ignored", "Llama", config, 4, 2048, ignored=share)
+    for name, config in (("Llama-3.2-1B", LLAMA), ("Llama-3.1-8B, 8 layers", LLAMA_8B))
+    for share in (0.0, 0.5, 0.8)
 )
 
 
@@ -78,7 +90,9 @@ PROVIDERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] =
     "transformers": native,
     "liger-kernel": liger,
     OURS: fused,
+    ALL_TOKENS: partial(fused, valid_tokens=None),
 }
+DEFAULT_PROVIDERS = ("transformers", "liger-kernel", OURS)
 MODULES = {"transformers": "transformers", "liger-kernel": "liger_kernel"}
 
 
@@ -91,7 +105,9 @@ def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
         ids = torch.randint(0, config.vocab_size, (case.batch, 16 if tiny else case.tokens))
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train(), {"input_ids": ids, "labels": ids, "use_cache": False}
+    labels = ids.clone()
+    labels[:, : round(case.ignored * ids.shape[1])] = IGNORE_INDEX
+    return model.train(), {"input_ids": ids, "labels": labels, "use_cache": False}
 
 
 def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: bool) -> list[Result]:
@@ -118,11 +134,14 @@ def fits(case: Case) -> bool:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--providers", default=",".join(PROVIDERS))
+    parser.add_argument("--ignored", action="store_true", help="cases in which a share of the labels is ignored")
+    parser.add_argument("--providers", metavar="NAMES", help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--case", type=int, action="append", help="only these, by number; otherwise those that fit")
     words = parser.parse_args()
-    cases = [case for case in CASES if fits(case)] if words.case is None else [CASES[number] for number in words.case]
-    names = words.providers.split(",")
+    known = IGNORED_CASES if words.ignored else CASES
+    cases = [case for case in known if fits(case)] if words.case is None else [known[number] for number in words.case]
+    default = tuple(PROVIDERS) if words.ignored else DEFAULT_PROVIDERS
+    names = list(default) if words.providers is None else words.providers.split(",")
     with joined_ranks() as ranks:
         modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
         document = document_of("transformers", modules, words.rounds)
