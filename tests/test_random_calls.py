@@ -23,7 +23,7 @@ SEEDS = sorted({*seeds(N_CALLS * (len(KINDS[False]) if torch.cuda.is_available()
 # No options of a call: modules and what they are made of, results, labels, and what runs or compares calls.
 NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
 NOT_DRAWN |= {"copy_to_ranks", "sampling_threshold", "top_k"}  # no losses
-NOT_DRAWN |= {"linear_objective"}  # what linear_token_log_probs takes: tests/linear/test_objective.py
+NOT_DRAWN |= {"linear_objective"}  # some calls of linear_token_log_probs
 CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",

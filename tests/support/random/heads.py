@@ -67,7 +67,7 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
     elif draw["chunks"] == "bytes":
         n_columns = max(stop - start for start, stop in call.bounds)
         call.settings["memory_budget"] = draw.rng.randint(1, max(n_tokens, 1)) * 8 * n_columns
-    is_none = draw["reduction"] == "none" or "log_probs" in call.function
+    is_none = draw["reduction"] == "none" or ("log_probs" in call.function and not draw["in_objective"])
     if draw["gradient"] == "in_backward" or (is_none and draw["gradient"] != "in_forward"):
         call.settings["keep_logits"] = ("none", "all")[draw.index % 2]
     if call.function == "linear_distillation_loss":
@@ -119,7 +119,19 @@ class HeadCase(NamedTuple):
         return torch.autocast(draw.device, torch.bfloat16) if draw["autocast"] else nullcontext()
 
     def backward(self, rank: int, returned: Numbers, upstream: Numbers) -> None:
-        torch.autograd.backward([returned[name] for name in upstream], list(upstream.values()))
+        """An objective has multiplied the outputs by their upstream gradients."""
+        outputs = [returned[name] for name in upstream]
+        if "objective" not in returned:
+            torch.autograd.backward(outputs, list(upstream.values()))
+            return
+        terms = torch.cat(
+            [
+                (value.double() * output.double()).flatten()
+                for value, output in zip(upstream.values(), outputs, strict=True)
+            ]
+        )
+        assert_near("objective", returned["objective"], terms.sum(), terms.abs().sum())
+        returned["objective"].backward()
 
     def gradients(self, rank: int) -> Numbers:
         leaves = self.heads[rank]._asdict().items()
@@ -189,6 +201,10 @@ def ready(call: Call) -> HeadCase:
     if draw["gradient"] == "in_forward" and draw["reduction"] == "none" and draw["num_items"] is None:
         upstream = {"loss": draw.upstream(call.leading, torch.float32)}
         call.settings["expected_grad_output"] = upstream["loss"] * 0.5
+    if draw["in_objective"]:
+        names = ("log_probs", *(name for name in draw["outputs"] if name != "predictions"))
+        upstream = {name: draw.upstream(call.leading, torch.float32) for name in names}
+        call.settings["upstream"] = upstream
     beside = beside_head(call, labels, is_exact)
     call.take("sequence_parallel")
     heads, given = [], []

@@ -9,6 +9,7 @@ case does.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import vocab_parallel_ce as vp
@@ -101,7 +102,21 @@ def _linear_module(given: Given) -> Returned:
     return _loss(vp.LinearCrossEntropy(layer, **given)(*tensors, num_items))
 
 
+def _linear_objective(given: Given, upstream: Returned) -> Returned:
+    """The sum of the outputs, each times its upstream gradient: its derivatives are those."""
+
+    def objective(log_probs: Tensor, **numbers: Tensor) -> Tensor:
+        numbers["log_probs"] = log_probs
+        return sum((numbers[f"d_{name}"] * numbers[name] for name in upstream), torch.zeros_like(log_probs))
+
+    given |= {"objective": objective, "tokens": {f"d_{name}": value for name, value in upstream.items()}}
+    loss, found = vp.linear_objective(*_taken(given, "hidden", "weight", "labels"), reduction="sum", **given)
+    return {"objective": loss, **_loss(found)}
+
+
 def _linear_token_log_probs(given: Given) -> Returned:
+    if "upstream" in given:
+        return _linear_objective(given, given.pop("upstream"))
     return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given))
 
 

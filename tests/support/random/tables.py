@@ -130,7 +130,7 @@ FACTORS: dict[str, Case] = {
         "gradient": ("auto", "in_backward", "in_forward"),
         "is_module": (False, True),
     },
-    "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS},
+    "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS, "in_objective": (False, True)},
     "soft_cross_entropy": {
         **LOGITS,
         **OF_LOSS,
@@ -194,6 +194,7 @@ def allowed(case: Case) -> bool:
         or (both(labels=False) and any_of("hard_weight", 0.3, 1.0))
         or (both(labels=False) and both(int32=True))
         or (both(trains="hidden", main_grad=True))
+        or (both(in_objective=True, dtype=torch.float16))  # refused
         or (both(autocast=True) and any_of("dtype", torch.bfloat16, torch.float16))
     )
 
