@@ -34,7 +34,7 @@ from bench_lib.documents import (
     read_documents,
     upgraded,
 )
-from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, RL_PROVIDERS
+from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, OBJECTIVE_PROVIDERS, RL_PROVIDERS
 from bench_lib.measure import attempt, measure, subject_of
 from bench_lib.own import row_providers
 from bench_lib.profile import profiled
@@ -48,6 +48,7 @@ COMMANDS = {
     "modes": "when the gradient is written, from few tokens on; exit with 1 if a mode is slower than another",
     "options": "every option of the loss over logits",
     "losses": "class weights, soft targets, distillation and log-probabilities, over logits and of heads",
+    "objective": "an objective inside the head and in two steps, alongside other projects'",
     "rl": "log-probabilities and entropies, as frameworks for reinforcement learning call for them",
     "compile": "a head and its loss, compiled by torch.compile and not",
     "frameworks": "what frameworks call on shards of the vocabulary; several GPUs",
@@ -120,6 +121,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def known_providers(command: str, case: cases.Case, baseline: Path | None) -> list[Provider]:
     if command in OF_ROWS:
         return row_providers(case, baseline)
+    if command == "objective":
+        return [*row_providers(case), *OBJECTIVE_PROVIDERS]
     every = {"rl": RL_PROVIDERS, "compile": COMPILE_PROVIDERS, "frameworks": FRAMEWORK_PROVIDERS}
     return [each for each in every.get(command, PROVIDERS) if (each.takes == "head") == case.is_head]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from bench_lib.cases import OURS, TOP, TOP_P
 
 Tensors = tuple[Tensor, ...]
+MOST_WEIGHT = 1.2  # of an objective's importance weights
 
 
 class Names:
@@ -53,13 +54,15 @@ class Names:
         *,
         group: Any,
         in_two_steps: bool = False,
+        has_entropy: bool = True,
     ) -> Tensor:
         """:func:`cispo` inside the head, or of log-probabilities that come first."""
-        outputs, tokens = {"outputs": ("entropy",), "group": group}, {"advantage": advantage, "old": old}
+        options: dict[str, Any] = {"outputs": ("entropy",) if has_entropy else (), "group": group}
+        tokens = {"advantage": advantage, "old": old}
         if in_two_steps:
-            found = self.log_probs(tensors, labels, **outputs)
-            return cispo(found.log_probs, found.entropy, **tokens).mean()
-        loss: Tensor = self.package.linear_objective(*tensors, labels, cispo, tokens=tokens, **outputs)[0]
+            found = self.log_probs(tensors, labels, **options)
+            return cispo(found.log_probs, entropy=found.entropy, **tokens).mean()
+        loss: Tensor = self.package.linear_objective(*tensors, labels, cispo, tokens=tokens, **options)[0]
         return loss
 
     def top_k(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
@@ -75,10 +78,11 @@ class Names:
         return self.log_probs(tensors, labels, threshold=threshold, outputs=("entropy",), **options).entropy
 
 
-def cispo(log_probs: Tensor, entropy: Tensor, advantage: Tensor, old: Tensor) -> Tensor:
-    """MiniMax-M1's objective (arXiv:2506.13585) of each token, with an entropy bonus."""
-    weight = (log_probs.detach() - old).exp().clamp(max=1.2) * advantage
-    return -weight * log_probs - 0.01 * entropy
+def cispo(log_probs: Tensor, advantage: Tensor, old: Tensor, entropy: Tensor | None = None) -> Tensor:
+    """MiniMax-M1's objective (arXiv:2506.13585) of each token, with an entropy bonus if the entropies are known."""
+    weight = (log_probs.detach() - old).exp().clamp(max=MOST_WEIGHT) * advantage
+    loss = -weight * log_probs
+    return loss if entropy is None else loss - 0.01 * entropy
 
 
 @cache

@@ -24,6 +24,7 @@ HIDDEN_SIZE = 4096
 WEIGHT_STD, WIDE_WEIGHT_STD = 0.02, 0.05
 TOP = 64  # tokens of a teacher, and of top_k
 TOP_P = 0.9
+SEQUENCE = 1024  # tokens of an objective's sequences
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 MOST_BUFFERS, MOST_EAGER_CALLS = 16, 100
@@ -158,6 +159,7 @@ SHAPES: dict[str, list[str]] = {
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "profile": [f"16384x128256x{HIDDEN_SIZE}"],
     "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],
+    "objective": [f"4096x128256x{HIDDEN_SIZE}", f"8192x128256x{HIDDEN_SIZE}"],
     "rl": ["1024x32000", "8192x128256", "1024x32000x2048", "8192x128256x4096"],
     "compile": ["1024x32000x2048", "8192x128256x2048", "32768x32000x2048"],
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
@@ -170,7 +172,7 @@ OF_A_MEAN = ("memory", "profile", "modes")
 def label_of(case: Case) -> str | None:
     """How a table calls a case, if not by all of its fields."""
     size = f"{case.tokens} x {case.vocabulary}"
-    if case.kind == "losses":
+    if case.kind in ("losses", "objective"):
         return f"{case.tokens} x {case.hidden_size} x {case.vocabulary}" if case.is_head else size
     if case.kind in WITH_HOST and case.is_head:
         return f"{size}, D = {case.hidden_size}"
@@ -254,7 +256,9 @@ class Alongside:
         return self("teacher").softmax(-1) / self._case.ranks
 
     def advantage(self) -> Tensor:
-        return self._random(self._case.tokens, seed=6000).abs()
+        """One number for the tokens of a sequence."""
+        n_sequences = -(-self._case.tokens // SEQUENCE)
+        return self._random(n_sequences, seed=6000).abs().repeat_interleave(SEQUENCE)[: self._case.tokens]
 
     def old(self) -> Tensor:
         """Log-probabilities, about those of random labels."""

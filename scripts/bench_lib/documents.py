@@ -34,6 +34,7 @@ FILES = {
     "memory": "linear_memory",
     "profile": "linear_profile",
     "losses": "losses",
+    "objective": "objective",
     "compile": "compile",
     "rl": "rl",
     "frameworks": "frameworks",

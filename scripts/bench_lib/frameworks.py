@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_lib.cases import OURS
-from bench_lib.peers import TRL_COLUMNS, LossOf, group_of_one
-from bench_lib.providers import OUR_PACKAGE, Provider
-from bench_lib.rows import ENTROPY, Row
+from bench_lib.adapters import MOST_WEIGHT, cispo
+from bench_lib.cases import OURS, SEQUENCE, Inputs
+from bench_lib.peers import TRL_COLUMNS, LossOf, Step, group_of_one
+from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
+from bench_lib.rows import ENTROPY, OBJECTIVE, WITHOUT_ENTROPY, Row
 
 LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})
 SUM, SUM_OF_LOG_PROBS = Row("cross_entropy", {"reduction": "sum"}), Row("log_probs", {"reduction": "sum"})
@@ -233,4 +234,42 @@ COMPILE_PROVIDERS = (
     _of_ours(f"{OURS}, reduce-overhead", lambda m: _mean(torch.compile(_over_logits(m), **GRAPHS))),
     _of_ours(f"{OURS}, linear", lambda m: _mean(m.linear_cross_entropy)),
     _of_ours(f"{OURS}, linear, compiled", lambda m: _mean(_compile(m.linear_cross_entropy))),
+)
+
+
+def _trl_objective(utils: Any) -> Step:
+    log_probs_of = _trl(utils)
+
+    def loss_of(inputs: Inputs, reduction: str, group: Any) -> Tensor:
+        log_probs, entropy = log_probs_of(*inputs.tensors, inputs.labels, reduction, group)
+        return cispo(log_probs, inputs.alongside("advantage"), inputs.alongside("old"), entropy).mean()
+
+    return through_autograd(loss_of)
+
+
+def _liger_objective(losses: Any) -> Step:
+    """Its head of GRPO and the like, which takes an advantage for each sequence and knows no entropies."""
+    head = losses.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="cispo", epsilon_high=MOST_WEIGHT)
+
+    def loss_of(inputs: Inputs, reduction: str, group: Any) -> Tensor:
+        hidden, weight = inputs.tensors
+        labels, old = (each.view(-1, SEQUENCE) for each in (inputs.labels, inputs.alongside("old")))
+        advantages = inputs.alongside("advantage").view(-1, SEQUENCE)[:, 0]
+        of_sequences = hidden.view(*labels.shape, -1), weight, labels, torch.ones_like(labels), advantages
+        loss: Tensor = head(*of_sequences, old_per_token_logps=old)[0]
+        return loss
+
+    return through_autograd(loss_of)
+
+
+_objective = partial(Provider, takes="head", is_step=True, of_several=False, returns=OBJECTIVE)
+OBJECTIVE_PROVIDERS = (
+    _objective("TRL log-probs and objective", _trl_objective, "trl.trainer.utils", "trl"),
+    _objective(
+        "liger-kernel (without entropy)",
+        _liger_objective,
+        "liger_kernel.chunked_loss",
+        "liger-kernel",
+        returns=WITHOUT_ENTROPY,
+    ),
 )

@@ -41,7 +41,8 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
         return _log_probs(row.outputs, z / temperature, given("labels"))
     if row.loss == "objective":
         log_probs, entropy = _log_probs(("log_probs", "entropy"), z, given("labels"))
-        return [cispo(log_probs, entropy, given("advantage"), given("old"))]
+        has_entropy = options.get("has_entropy", True)
+        return [cispo(log_probs, given("advantage"), given("old"), entropy if has_entropy else None)]
     if row.loss == "sampled":
         log_p = z.masked_fill(~_sampled(z), -torch.inf).log_softmax(-1)
         return [-(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)]

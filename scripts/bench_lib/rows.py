@@ -141,11 +141,16 @@ HEAD_ROWS = {
     "linear, log_probs, logits_dtype": Row("log_probs", WIDE),
     "linear, log_probs, entropy": Row("log_probs", {"outputs": ENTROPY}),
     "linear, log_probs, entropy, keep_logits": Row("log_probs", {"outputs": ENTROPY, "keep_logits": "all"}),
-    "linear, objective": Row("objective", {}),
+}
+ALONE = {"two matmuls and distillation": Row("distillation", {}, is_unfused=True)}
+OBJECTIVE, WITHOUT_ENTROPY = Row("objective", {}), Row("objective", {"has_entropy": False})
+OBJECTIVE_ROWS = {
+    "linear": Row("cross_entropy", {}),
+    "linear, objective": OBJECTIVE,
+    "linear, objective without entropy": WITHOUT_ENTROPY,
     "linear, log_probs and objective": Row("objective", {"in_two_steps": True}),
 }
-ALONE = {
-    "two matmuls and distillation": Row("distillation", {}, is_unfused=True),
+OBJECTIVE_ALONE = {
     "two matmuls, log_probs and objective": Row("objective", {"in_two_steps": True}, is_unfused=True),
 }
 # On several ranks the gradient of the hidden states of two matmuls would need an all_reduce too.
@@ -153,7 +158,9 @@ ON_RANKS = {"linear, sequence_parallel": Row("cross_entropy", {"sequence_paralle
 
 
 def rows_of(case: Case) -> dict[str, Row]:
-    """The rows of a case of the commands ``options``, ``losses`` and ``host``."""
+    """The rows of a case of the commands ``options``, ``losses``, ``objective`` and ``host``."""
+    if case.kind == "objective":
+        return OBJECTIVE_ROWS | (OBJECTIVE_ALONE if case.ranks == 1 else {})
     if case.is_head:
         return HEAD_ROWS | (ALONE if case.ranks == 1 else ON_RANKS)
     return {"options": OPTION_ROWS, "losses": LOSS_ROWS}.get(case.kind, OPTION_ROWS | LOSS_ROWS)

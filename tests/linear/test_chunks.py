@@ -36,7 +36,7 @@ def test_memory_is_at_most_a_quarter_more_than_with_4096_tokens(hidden_size, ele
     fewest = default_tokens(hidden_size, element_size)
     chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, fewest)
     most = 1.25 * (4 * hidden_size + element_size * 4096)
-    assert 4096 < chunk and 4 * hidden_size + element_size * chunk <= most
+    assert chunk > 4096 and 4 * hidden_size + element_size * chunk <= most
     for n_tokens in range(4096, 2**15, 32):
         if choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, fewest) == n_tokens:
             has_small_logits = element_size * n_tokens <= 4 * hidden_size
