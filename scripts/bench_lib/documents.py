@@ -31,6 +31,7 @@ FILES = {
     "vocabulary": "bench_sweep_vocabulary",
     "head": "linear_table",
     "shapes": "linear_shapes",  # of "head", with other sizes and peers
+    "unfused": "linear_unfused",  # of "head", alongside F.linear and this project's loss alone
     "memory": "linear_memory",
     "profile": "linear_profile",
     "losses": "losses",
@@ -39,6 +40,7 @@ FILES = {
     "rl": "rl",
     "frameworks": "frameworks",
     "transformers": "transformers_step",
+    "ignored": "transformers_ignored",
     "megatron": "megatron",
 }
 # Documents of one GPU that stand alongside newer ones, and their commits, until they are measured again.

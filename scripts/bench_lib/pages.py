@@ -150,6 +150,17 @@ def steps_block(document: Document) -> str:
     return "\n\n".join(parts)
 
 
+def objective_block(document: Document) -> str:
+    """The time of each call over that of the three products, and its memory."""
+    cases = results_by_case(document)
+    rows = []
+    for name in next(iter(cases.values())):
+        found = [results[name] for results in cases.values()]
+        rows.append([name, *(f"{each['ratio']:.2f}, {gib_of(each)}" if is_timed(each) else "-" for each in found)])
+    every = table(["tokens x D x V", *map(str, cases)], rows)
+    return f"{host_line(document)} Time over the products, and GiB of new memory at the peak:\n\n{every}"
+
+
 def steps_cell(result: Result) -> str:
     lower, upper = map(milliseconds, result["ms_quartiles"])
     return f"{milliseconds(result['ms'])} ({lower}-{upper}), {gib_of(result)}"
@@ -251,9 +262,12 @@ def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
         "frameworks": lambda: frameworks_block(documents),
     }
     for name, document in documents.items():
-        kind = losses_block if name.startswith("losses") else steps_block
+        kind = KINDS.get(name.partition("_")[0], steps_block)
         made[name] = lambda kind=kind, document=document: kind(document)  # type: ignore[misc]
     return made
+
+
+KINDS = {"losses": losses_block, "objective": objective_block}  # of documents, by the first word of their names
 
 
 def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, needed: Iterable[str] = ()) -> str:

@@ -344,8 +344,8 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     """
     from bench_lib.modes import modes_part  # which imports this module
 
-    parts = {logits_part: ["table", "peers"], linear_part: ["head", "shapes"], sweep_part: ["tokens", "vocabulary"]}
-    parts |= {few_part: ["few"], modes_part: ["modes"], memory_part: ["memory"], profile_part: ["profile"]}
+    parts = {logits_part: ["table", "peers"], linear_part: ["head", "shapes", "unfused"], memory_part: ["memory"]}
+    parts |= {sweep_part: ["tokens", "vocabulary"], few_part: ["few"], modes_part: ["modes"], profile_part: ["profile"]}
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
     commit, sections = first["host"]["commit"], []
