@@ -249,7 +249,7 @@ def report_command(options: argparse.Namespace) -> int:
     for path in (readme, *sorted(page.parent.glob("*.md"))):
         if path != page:
             text = path.read_text(encoding="utf-8")
-            needed = ("speed", "head", "frameworks") if path == readme else ()
+            needed = ("numbers",) if path == readme else ()
             texts[path] = pages.with_blocks(text, made, path.name, needed)
     if options.check:
         stale = [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]

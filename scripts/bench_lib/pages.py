@@ -16,15 +16,13 @@ from bench_lib.documents import (
     Result,
     is_of_enough_rounds,
     is_timed,
-    name_of,
     require_one_commit,
     results_by_case,
     short_commit,
 )
-from bench_lib.report import gib, host_line, place_of, readme_block, table
+from bench_lib.report import gib, host_line, place_of, table
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
-HEAD = Case("mean", 32768, 128256, 1, 4096)  # of README
 LESS = 1.02  # memory differs if one has so many times the other's
 
 
@@ -57,7 +55,7 @@ TWO: dict[str, Any] = {"setting": "2 GPUs, ", "document": "frameworks_2gpu", "ca
 VERL, VERL_HEAD = "verl FusedLinearForPPO", "verl linear_cross_entropy"
 FRAMEWORKS = (
     Framework(
-        "[Hugging Face](docs/transformers.md)",
+        "[Hugging Face](transformers.md)",
         "`X.transformers.install()`",
         "",
         "transformers_step_1gpu",
@@ -67,7 +65,7 @@ FRAMEWORKS = (
         ("liger-kernel",),
     ),
     Framework(
-        "[Megatron-Core](docs/megatron.md)",
+        "[Megatron-Core](megatron.md)",
         "`X.megatron.install(linear=True)`",
         "2 layers of 4096, 2 GPUs, ",
         "megatron_2gpu",
@@ -77,7 +75,7 @@ FRAMEWORKS = (
         ("Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss", f"{OURS}, logits"),
     ),
     Framework(
-        "[DTensor](docs/dtensor.md)",
+        "[DTensor](dtensor.md)",
         "`X.dtensor.cross_entropy(logits, labels)`",
         without="torch loss_parallel (logits.float())",
         given="DTensor loss",
@@ -85,15 +83,15 @@ FRAMEWORKS = (
         **TWO | {"setting": "2 GPUs, against `loss_parallel` of `logits.float()`, "},
     ),
     installed(
-        "[torchtitan](docs/dtensor.md#torchtitan)",
+        "[torchtitan](dtensor.md#torchtitan)",
         "torchtitan log-probs",
         line="`X.torchtitan.install()`",
         without="torchtitan loss",
         **TWO,
     ),
-    installed("[NeMo-RL](docs/rl.md)", line="`X.nemo_rl.install()`", without="NeMo-RL log-probs", **TWO),
+    installed("[NeMo-RL](rl.md)", line="`X.nemo_rl.install()`", without="NeMo-RL log-probs", **TWO),
     installed(
-        "[verl](docs/rl.md)",
+        "[verl](rl.md)",
         VERL_HEAD,
         line="`X.verl.install()`",
         without=VERL,
@@ -101,19 +99,19 @@ FRAMEWORKS = (
         **RL | {"setting": "`FusedLinearForPPO`, "},
     ),
     installed(
-        "[OpenRLHF](docs/rl.md)",
+        "[OpenRLHF](rl.md)",
         line="`X.openrlhf.install()`",
         without="OpenRLHF logits",
         **RL | {"case": "8192 x 128256, logits", "setting": "its actor, "},
     ),
     installed(
-        "[TRL](docs/transformers.md#trl)",
+        "[TRL](transformers.md#trl)",
         line="`X.trl.install()`",
         without="TRL fused head",
         **RL | {"setting": "its head, "},
     ),
     Framework(
-        "[torch.compile](docs/compile.md)",
+        "[torch.compile](compile.md)",
         "none: `fullgraph=True`",
         "head and loss, ",
         "compile_1gpu",
@@ -122,6 +120,56 @@ FRAMEWORKS = (
         f"{OURS}, compiled",
         (f"{OURS}, linear, compiled",),
     ),
+)
+
+
+class Number(NamedTuple):
+    """A row of README."""
+
+    what: str
+    document: str
+    case: str
+    without: tuple[str, ...]  # the first is what the row is about
+    given: str
+
+
+NUMBERS = (
+    Number(
+        "Llama-3.2-1B with transformers, 4 x 2048 tokens, half of them ignored",
+        "transformers_ignored_1gpu",
+        "Llama-3.2-1B, 4 x 2048, 50% ignored",
+        ("transformers", "liger-kernel"),
+        OURS,
+    ),
+    Number(
+        "Megatron-Core, 2 layers of 4096, 24576 tokens, 2 GPUs",
+        "megatron_2gpu",
+        "24576 tokens",
+        ("Megatron-Core", "Megatron-Core, fused"),
+        f"{OURS}, linear",
+    ),
+    Number(
+        "verl, log-probabilities and entropies, 8192 x 128256, 2 GPUs",
+        "frameworks_2gpu",
+        "8192 x 128256",
+        ("verl log-probs and entropy",),
+        "verl log-probs and entropy, installed",
+    ),
+    Number(
+        "TRL's head and a policy's loss, 8192 x 128256",
+        "objective_1gpu",
+        "8192 x 4096 x 128256",
+        ("TRL log-probs and objective", "liger-kernel (without entropy)"),
+        "linear, objective",
+    ),
+)
+LOSS_CASE = Case("none", 16384, 128256, 2)
+LOSS = Number(
+    "Loss alone, 16384 x 128256, 2 GPUs: times a copy of the logits",
+    "bench_table_2gpu",
+    str(LOSS_CASE),
+    ("flash-attn", "transformer-engine", "megatron-core"),
+    OURS,
 )
 
 
@@ -241,24 +289,32 @@ def worse(result: Result, other: Result, key: str) -> bool:
     return bool(result["peak_bytes"] > LESS * other["peak_bytes"] + 0.01 * 2**30)
 
 
-def head_block(document: Document) -> str:
-    """The head and its loss alongside fused peers, from the least memory to the most."""
-    results = {name: each for name, each in results_by_case(document)[HEAD].items() if is_timed(each)}
-    order = sorted(results, key=lambda name: results[name]["peak_bytes"])
-    rows = []
-    for name in order:
-        each = results[name]
-        numbers = [f"{each['ms']:.0f}", f"{each['ratio']:.2f}", gib(each["peak_bytes"])]
-        rows.append([name if name != OURS else "linear_cross_entropy", *numbers])
-    every = table([f"{HEAD.tokens} x {HEAD.vocabulary}, D = {HEAD.hidden_size}", "ms", "/ matmuls", "GiB"], rows)
-    return f"{every}\n\nA mean, forward and backward, on {place_of(document)}."
+def numbers_block(documents: Mapping[str, Document]) -> str:
+    """README's rows: time and memory without and with this package; of the loss alone, times over a copy's."""
+    rows, used = [], []
+    for number in NUMBERS:
+        document = documents[number.document]
+        results = {str(case): found for case, found in results_by_case(document).items()}[number.case]
+        cells = [_named(name, results[name], is_first=name == number.without[0]) for name in number.without]
+        rows.append([number.what, "; ".join(cells), f"**{cost(results[number.given])}**"])
+        used.append(f"{number.what.partition(',')[0]}: {place_of(document)}")
+    case, ours = results_by_case(documents[LOSS.document])[LOSS_CASE], LOSS.given
+    others = [f"{name} {case[name]['ratio']:.2f}" for name in LOSS.without]
+    rows.append([LOSS.what, ", ".join(others), f"**{case[ours]['ratio']:.2f}**"])
+    used.append(f"{LOSS.what.partition(',')[0]}: {place_of(documents[LOSS.document])}")
+    every = table(["bf16, forward and backward", "without", "with"], rows)
+    return f"{every}\n\nMeasured on {'; '.join(used)}."
+
+
+def _named(name: str, result: Result, *, is_first: bool) -> str:
+    """A cost, with its name unless it is the first's, which the row has named."""
+    return cost(result) if is_first else f"{name}: {cost(result)}"
 
 
 def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
-        "speed": lambda: readme_block(documents),
-        "head": lambda: head_block(documents[name_of("head", 1)]),
+        "numbers": lambda: numbers_block(documents),
         "frameworks": lambda: frameworks_block(documents),
     }
     for name, document in documents.items():

@@ -1,4 +1,4 @@
-"""``docs/performance.md`` and the README's block, from the committed documents. Pure functions.
+"""``docs/performance.md``, from the committed documents. Pure functions.
 
 Providers are compared at the decimals that a table shows; a target is compared with the number itself.
 """
@@ -22,7 +22,6 @@ from bench_lib.documents import (
     name_of,
     package_versions,
     require_one_commit,
-    require_rounds,
     results_by_case,
     short_commit,
 )
@@ -38,9 +37,6 @@ UNITS = {
     "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
 }
 SHOWN = ("ratio", "microseconds", "microseconds_eager", "microseconds_graph")
-README_CASES = [(Case("mean", 4096, 128256, 1), provider) for provider in (OURS, IN_FORWARD)]
-README_SHAPES = ((4096, 128256, 1), (8192, 32064, 1), (16384, 128256, 2), (16384, 128256, 4))
-README_CASES += [(Case("none", *shape), OURS) for shape in README_SHAPES]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -364,23 +360,6 @@ def page(documents: dict[str, Document]) -> str:
     """``docs/performance.md``."""
     text = with_parts(TEMPLATE.read_text(encoding="utf-8"), documents)
     return text.replace("{{targets}}", targets_part(documents))
-
-
-def readme_block(documents: dict[str, Document]) -> str:
-    """Six rows and a picture."""
-    rows = []
-    names = [name_of("table", ranks) for ranks in (1, 2, 4)]
-    of_readme = {name: documents[name] for name in names}
-    require_one_commit("README", of_readme)
-    require_rounds("README", of_readme)
-    for case, provider in README_CASES:
-        results = results_by_case(documents[name_of("table", case.ranks)])[case]
-        other = best_other(results, "ratio")
-        best = f"{shown('ratio', other[1])} {other[0]}" if other else "-"
-        rows.append([row_name(case, provider, case.ranks), shown("ratio", number(results[provider], "ratio")), best])
-    picture = f"![Time over copy of each provider](scripts/results/{PICTURE})"
-    hosts = f"Measured on {'; '.join(place_of(documents[name]) for name in names)}."
-    return f"{table(['time / copy', OURS, 'best other'], rows)}\n\n{hosts}\n\n{picture}"
 
 
 def compared(old: Document, new: Document) -> str:

@@ -144,7 +144,6 @@ def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():
     assert bench.main(["report", "--check"]) == 0
     page = (ROOT / "docs" / "performance.md").read_text()
     assert "{{" not in page
-    assert len(report.readme_block(COMMITTED).splitlines()) == 2 + 6 + 4  # the hosts, and the picture
 
 
 def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
@@ -154,12 +153,12 @@ def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
     place = ["--root", str(tmp_path), "--results", str(results)]
-    path = results / "bench_table_1gpu.json"
-    content = json.loads(path.read_text())
-    for each in content["results"]:
-        if "ratio" in each:
-            each["ratio"] += 1
-    documents.write_document(content, path)
+    for path in (results / "bench_table_1gpu.json", results / "bench_table_2gpu.json"):
+        content = json.loads(path.read_text())
+        for each in content["results"]:
+            if "ratio" in each:
+                each["ratio"] += 1
+        documents.write_document(content, path)
     assert bench.main(["report", "--check", *place]) == 1
     said = capsys.readouterr().out
     for stale in ("performance.md", "README.md", report.PICTURE):

@@ -52,7 +52,7 @@ def test_the_examples_of_a_page_in_their_order(page):
     for example in BLOCKS[page]:
         if not is_of_ranks(example) and not _absent_frameworks(example):
             exec(example, names)
-    if "install" in names:
+    if {"install", "transformers"} & names.keys():
         from vocab_parallel_ce.integrations.transformers import uninstall
 
         uninstall()

@@ -9,7 +9,7 @@ from tests.docs.markdown import GENERATED, PAGES, README, ROOT, anchors, links, 
 
 pytestmark = pytest.mark.reference
 
-MOST_WORDS = 1000
+MOST_WORDS = 750
 PACKAGE = ROOT / "vocab_parallel_ce"
 
 # What to say instead -> what was said. Upper and lower case are the same.
@@ -38,7 +38,7 @@ def old_words(text: str) -> list[str]:
 
 def test_the_readme_is_a_page():
     text = README.read_text(encoding="utf-8")
-    assert GENERATED.findall(text) == ["head", "frameworks", "speed"]
+    assert GENERATED.findall(text) == ["numbers"]
     n_words = len(GENERATED.sub("", text).split())
     assert n_words <= MOST_WORDS, f"README.md: at most {MOST_WORDS} words, got {n_words}; move some to docs/"
 
