@@ -54,7 +54,7 @@ CONTENTS = {
         f"docs/{name}" for name in ("transformers", "megatron", "dtensor", "rl", "frameworks", "compile", "training")
     ],
     "Reference": ["docs/api", "CHANGELOG", "SECURITY"],
-    "For contributors": ["CONTRIBUTING", "docs/design", "docs/triton_reductions"],
+    "For contributors": ["CONTRIBUTING", "docs/design", "docs/triton_reductions", "docs/measurements"],
 }
 
 

@@ -20,7 +20,7 @@ from bench_lib.documents import (
     results_by_case,
     short_commit,
 )
-from bench_lib.report import gib, host_line, place_of, table
+from bench_lib.report import gib, host_line, place_of, table, targets_part
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 LESS = 1.02  # memory differs if one has so many times the other's
@@ -315,6 +315,7 @@ def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
         "numbers": lambda: numbers_block(documents),
+        "targets": lambda: targets_part(documents),
         "frameworks": lambda: frameworks_block(documents),
     }
     for name, document in documents.items():

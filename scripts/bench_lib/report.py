@@ -358,8 +358,7 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
 
 def page(documents: dict[str, Document]) -> str:
     """``docs/performance.md``."""
-    text = with_parts(TEMPLATE.read_text(encoding="utf-8"), documents)
-    return text.replace("{{targets}}", targets_part(documents))
+    return with_parts(TEMPLATE.read_text(encoding="utf-8"), documents)
 
 
 def compared(old: Document, new: Document) -> str:
