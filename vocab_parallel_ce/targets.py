@@ -182,6 +182,9 @@ class Grid(Role):
         check_columns(target.shape[-1], settings, plan, subject=f"{name}: last dimension")
         return walkable(with_a_column(target.detach(), dim=-1))
 
+    def at(self, target: Tensor, rows: slice) -> Tensor:
+        return cut(target, rows)
+
 
 class HeadRows(Role):
     """``[C, ...]``, the weight or the bias of another head."""

@@ -208,6 +208,46 @@ def test_every_pair_on_ranks(rank_pool, impl, pair):
     check_pair(pair, rank_pool.run(_in_rank, pair, impl))
 
 
+N_MANY = 300
+
+
+def _many():
+    """Heads of 300 tokens, and their labels, a fifth of them ignored."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (N_MANY, WIDTH), (COLUMNS, WIDTH), (N_MANY, OF_TEACHER), (COLUMNS, OF_TEACHER)
+    tensors = [0.5 * torch.randn(shape, generator=generator) for shape in shapes]
+    labels = torch.randint(0, COLUMNS, (N_MANY,), generator=generator)
+    return tensors, torch.where(torch.rand(N_MANY, generator=generator) < 0.2, IGNORE_INDEX, labels)
+
+
+def _many_in_rank(rank, group, impl, divergence):
+    tensors, labels = _many()
+    device, rows = device_of(rank, group), slice(20 * rank, 20 * rank + 20)
+    tensors = [t[rows] if len(t) == COLUMNS else t for t in tensors]
+    hidden, weight, *teacher = [t.to(device).requires_grad_() for t in tensors]
+    heads = Head(hidden, weight), Head(*(t.detach() for t in teacher))
+    options = {"divergence": divergence, "labels": labels.to(device), "chunk_size": 200, "group": group, "impl": impl}
+    loss = linear_distillation_loss(*heads, **options)
+    loss.backward()
+    return [each.detach().cpu().double() for each in (loss, hidden.grad, weight.grad)]
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "js"])
+@in_ranks()
+def test_a_chunk_of_many_tokens_has_its_teacher_in_two_parts(rank_pool, impl, divergence):
+    """Statistics travel in parts of 128 rows and the rest, each with its rows of the teacher's logits."""
+    tensors, labels = _many()
+    hidden, weight, *teacher = [t.double().requires_grad_() for t in tensors]
+    student, of_teacher = F.linear(hidden, weight), F.linear(*teacher).detach()
+    losses = divergences(student, of_teacher, labels=labels, divergence=divergence)
+    loss = losses[labels != IGNORE_INDEX].mean()
+    expected = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    for rank, found in enumerate(rank_pool.run(_many_in_rank, impl, divergence)):
+        of_rank = *expected[:2], expected[2][20 * rank : 20 * rank + 20]
+        for value, right in zip(found, of_rank, strict=True):
+            torch.testing.assert_close(value, right, rtol=2e-5, atol=2e-6 * float(right.abs().max()))
+
+
 def _verified(rank, group):
     """What a call raises if the ranks differ in one argument."""
     made, labels = inputs()

@@ -85,7 +85,7 @@ class Loss:
         return in_order(targets, order, settings)
 
     def at(self, targets: Any, rows: slice) -> Any:
-        """Return the targets of some rows of a head."""
+        """Return the targets of some rows of a head: of a chunk, of which ``targets.at`` takes parts."""
         return at(targets, rows)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> Any:
