@@ -1,8 +1,8 @@
 """Measures this project alongside others, and reports what was measured.
 
 ``docs/performance.md`` says how it is measured, and ``docs/measurements.md`` with which commands.
-``torchrun --nproc-per-node R`` in place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a
-run on small shapes, such as ``--shape 64x512``, or ``--shape 64x512x32`` of heads.
+``torchrun --nproc-per-node R`` in place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try
+a run on small shapes, such as ``--shape 64x512``, or ``--shape 64x512x32`` of heads.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def doctor_lines() -> list[str]:
         default = "always into a new tensor: this Python or torch cannot say who can see the logits"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
-        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, default_tokens(hidden_size, 2))
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, *default_tokens(hidden_size, 2, 2))
         what = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16: chunks of {chunk} tokens"
         lines.append(f"linear_cross_entropy, {what}, {chunk * n_columns * 2 / 2**30:.2f} GiB of logits")
     return lines + peer_lines() + framework_lines()

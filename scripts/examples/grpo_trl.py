@@ -1,4 +1,4 @@
-"""Trains a policy with TRL's GRPOTrainer, its loss inside the head: ``_compute_loss`` is the only method that changes.
+"""Trains a policy with TRL's GRPOTrainer, its loss inside the head.
 
     python scripts/examples/grpo_trl.py --steps 100
 
@@ -6,7 +6,8 @@ TRL takes the log-probabilities from its fused head, and its backward makes the 
 ``linear_objective`` knows each token's loss when the logits are there: three. The model is built from its
 configuration, and its reward is the share of even numbers that it writes; nothing is downloaded.
 
-Tested with TRL 1.16 and transformers 5.23.
+The losses ``grpo``, ``dapo`` and ``cispo`` of text, in one process: what else changes TRL's loss is refused. Of its
+metrics it logs the loss, the gradient's norm, the entropy and the rewards. Tested with TRL 1.16 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from vocab_parallel_ce import linear_objective
 WORDS = [str(number) for number in range(64)]
 SPECIAL = ["<pad>", "<s>", "</s>"]
 LOSSES = ("grpo", "dapo", "cispo")
+# Options that change the loss, and what they are without a change.
+DEFAULTS = {"delta": None, "use_vllm": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+DEFAULTS |= {"use_adaptive_entropy": False}
+OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 def add_policy(model: nn.Module) -> None:
     """Let ``model(..., policy=function)`` return the function of its hidden states ``[B, T, D]`` and of its head.
 
-    It is called inside forward, where data parallelism and sharding have the parameters.
+    It is called inside forward, as the model's own head is.
     """
     own = model.forward
 
@@ -56,9 +61,18 @@ class ObjectiveTrainer(trl.GRPOTrainer):
         config = self.args
         if config.loss_type not in LOSSES or config.importance_sampling_level != "token":
             raise ValueError(f"loss_type: expected {', '.join(LOSSES)} with ratios of tokens, got {config.loss_type!r}")
-        if config.delta is not None or config.use_vllm or config.top_entropy_quantile < 1:
-            raise ValueError("delta, use_vllm and top_entropy_quantile: expected their defaults, got others")
-        add_policy(self.accelerator.unwrap_model(self.model))
+        for name, value in DEFAULTS.items():
+            if getattr(config, name) != value:
+                raise ValueError(f"{name}: expected {value!r}, its default, got {getattr(config, name)!r}")
+        model = self.accelerator.unwrap_model(self.model)
+        of_text = model.config.get_text_config()
+        changed = [name for name in OF_LOGITS if getattr(of_text, name, None) not in (None, 1)]
+        if changed or self.aux_loss_enabled or self.accelerator.num_processes > 1:
+            raise ValueError(
+                "model: expected logits without a scale or softcap, no auxiliary loss and one process, got "
+                f"{', '.join(changed) or 'others'}; use trl.GRPOTrainer"
+            )
+        add_policy(model)
 
     def _shares(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Return ``[B, T]`` fp32, what each token's loss counts in the sum."""
@@ -71,6 +85,8 @@ class ObjectiveTrainer(trl.GRPOTrainer):
         return (1 / n_tokens).expand(mask.shape)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if {"tool_mask", "pixel_values"} & inputs.keys() or inputs["advantages"].dim() > 1:
+            raise ValueError("inputs: expected text without tools and an advantage for each sequence, got others")
         completion, mask = inputs["completion_ids"], inputs["completion_mask"]
         n, n_tokens = completion.shape[1], mask.sum().clamp(min=1)
         tokens = {

@@ -16,6 +16,8 @@ OBJECTIVES = [
     {"loss_type": "grpo", "beta": 0.1, "num_iterations": 2, "epsilon": 0.01, "temperature": 0.7},
     {"loss_type": "cispo", "epsilon_high": 1.01, "num_iterations": 2, "gradient_accumulation_steps": 2},
 ]
+REFUSED = [{"loss_type": "sapo"}, {"importance_sampling_level": "sequence"}, {"delta": 2.0}]
+REFUSED += [{"off_policy_mask_threshold": 0.1}, {"use_adaptive_entropy": True, "entropy_coef": 0.1}]
 COMMON = {"max_steps": 10, "optim": "sgd", "learning_rate": 0.5, "use_cpu": True}
 
 
@@ -42,7 +44,7 @@ def test_ten_steps_have_trls_curve(example, options, tmp_path):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("options", [{"loss_type": "sapo"}, {"importance_sampling_level": "sequence"}, {"delta": 2.0}])
+@pytest.mark.parametrize("options", REFUSED)
 def test_what_is_no_loss_of_each_token_is_refused(example, options, tmp_path):
     with pytest.raises(ValueError, match="expected"):
         example.trained(example.ObjectiveTrainer, str(tmp_path), **COMMON, **options)

@@ -1,49 +1,85 @@
-"""How many tokens a chunk has by default."""
+"""How many tokens a chunk has by default, and how much memory that may take."""
 
 import pytest
+import torch
 
+from vocab_parallel_ce import Head, linear_cross_entropy, linear_distillation_loss
+from vocab_parallel_ce.head import chunks
 from vocab_parallel_ce.head.chunks import choose_chunk_tokens, chunks_of, default_tokens, equal_chunk
 
-# (tokens, hidden size, columns, bytes of an element) and the sizes of the chunks.
+pytestmark = pytest.mark.reference
+
+# (tokens, hidden size, columns), bytes of a logit and of an element of the gradient, and the sizes of the chunks.
 CHOSEN = [
-    ((11264, 4096, 128256, 2), [11264]),  # as much memory as several chunks and their fp32 sum
-    ((11265, 4096, 128256, 2), [6144, 5121]),
-    ((8192, 2048, 128256, 2), [8192]),
-    ((32768, 16384, 128256, 2), [32768]),  # as many logits as the fp32 sum
-    ((32769, 16384, 128256, 2), [11008, 11008, 10753]),
-    ((16384, 4096, 128256, 2), [6144, 6144, 4096]),
-    ((16384, 4096, 64128, 2), [6144, 6144, 4096]),
-    ((32768, 4096, 128256, 2), [7168] * 4 + [4096]),
-    ((32768, 4096, 16032, 2), [8192] * 4),  # 256 MiB of logits
-    ((16384, 2048, 128256, 2), [6144, 6144, 4096]),
-    ((4096, 1024, 128256, 4), [4096]),
-    ((16384, 5000, 128256, 2), [6144, 6144, 4096]),
+    ((11264, 4096, 128256), (2, 2), [11264]),  # as much memory as several chunks and their fp32 sum
+    ((11265, 4096, 128256), (2, 2), [6144, 5121]),
+    ((8192, 2048, 128256), (2, 2), [8192]),
+    ((32768, 16384, 128256), (2, 2), [32768]),  # as many logits as the fp32 sum
+    ((32769, 16384, 128256), (2, 2), [11008, 11008, 10753]),
+    ((16384, 4096, 64128), (2, 2), [6144, 6144, 4096]),
+    ((32768, 4096, 128256), (2, 2), [7168] * 4 + [4096]),
+    ((32768, 4096, 16032), (2, 2), [8192] * 4),  # 256 MiB of logits
+    ((16384, 5000, 128256), (2, 2), [6144, 6144, 4096]),
+    ((8193, 4096, 128256), (2, 4), [5120, 3073]),  # one chunk would save nothing
+    ((8193, 4096, 128256), (2, 0), [3072, 3072, 2049]),  # there is no sum
+    ((4096, 1024, 128256), (4, 4), [4096]),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "expected"), CHOSEN)
-def test_default_chunks(sizes, expected):
-    n_tokens, hidden_size, n_columns, element_size = sizes
-    chunk = choose_chunk_tokens(*sizes, default_tokens(hidden_size, element_size))
+@pytest.mark.parametrize(("sizes", "of_bytes", "expected"), CHOSEN)
+def test_default_chunks(sizes, of_bytes, expected):
+    n_tokens, hidden_size, _ = sizes
+    chunk = choose_chunk_tokens(*sizes, of_bytes[0], *default_tokens(hidden_size, *of_bytes))
     assert [rows.stop - rows.start for rows in chunks_of(n_tokens, chunk)] == expected
 
 
+def column_bytes(n_tokens, chunk, hidden_size, logit_bytes, gradient_bytes):
+    """Of a chunk's logits, and of the weight's gradient: fp32 if chunks are summed."""
+    of_gradient = gradient_bytes if chunk == n_tokens else 4 * bool(gradient_bytes)
+    return logit_bytes * chunk + of_gradient * hidden_size
+
+
 @pytest.mark.parametrize("hidden_size", [512, 1000, 2048, 4096, 8192])
-@pytest.mark.parametrize("element_size", [2, 4])
-def test_memory_is_at_most_a_quarter_more_than_with_4096_tokens(hidden_size, element_size):
-    """Of the logits and the fp32 sum, each of any number of columns."""
-    n_tokens, n_columns = 2**20, 2**18
-    fewest = default_tokens(hidden_size, element_size)
-    chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, fewest)
-    most = 1.25 * (4 * hidden_size + element_size * 4096)
-    assert chunk > 4096 and 4 * hidden_size + element_size * chunk <= most
-    for n_tokens in range(4096, 2**15, 32):
-        if choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, fewest) == n_tokens:
-            has_small_logits = element_size * n_tokens <= 4 * hidden_size
-            assert has_small_logits or element_size * (hidden_size + n_tokens) <= most
+@pytest.mark.parametrize(("element_size", "of_teacher"), [(2, 0), (2, 2), (4, 0), (6, 0)])
+@pytest.mark.parametrize("gradient_bytes", [0, 2, 4])
+def test_memory_is_at_most_a_quarter_more_than_with_4096_tokens(hidden_size, element_size, of_teacher, gradient_bytes):
+    """Unless the logits of all tokens take no more than an fp32 gradient."""
+    logit_bytes = element_size + of_teacher
+    by_default = default_tokens(hidden_size, logit_bytes, gradient_bytes)
+    of_bytes = hidden_size, logit_bytes, gradient_bytes
+    for n_tokens in range(4097, 2**15, 31):
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, 2**18, element_size, *by_default)
+        most = column_bytes(n_tokens, 4096, *of_bytes)
+        has_small_logits = element_size * n_tokens <= 4 * hidden_size
+        assert has_small_logits or column_bytes(n_tokens, chunk, *of_bytes) <= 1.25 * most
+
+
+def test_what_a_call_says_of_its_bytes(monkeypatch):
+    seen = []
+
+    def noted(hidden_size, logit_bytes, gradient_bytes):
+        seen.append((logit_bytes, gradient_bytes))
+        return default_tokens(hidden_size, logit_bytes, gradient_bytes)
+
+    monkeypatch.setattr("vocab_parallel_ce.head.plan.default_tokens", noted)
+    hidden, weight = (torch.randn(rows, 24, dtype=torch.bfloat16) for rows in (11, 13))
+    labels, teacher = torch.zeros(11, dtype=torch.int64), Head(hidden.clone(), weight.clone())
+    linear_cross_entropy(hidden, weight, labels)
+    weight.requires_grad_()
+    linear_cross_entropy(hidden, weight, labels)
+    linear_cross_entropy(hidden, weight, labels, logits_dtype=torch.float32)
+    linear_cross_entropy(hidden, weight, labels, main_grad=torch.zeros(13, 24))
+    known = {"reduction": "none", "expected_grad_output": torch.ones(11), "gradient": "in_forward"}
+    linear_cross_entropy(hidden, weight, labels, **known)
+    linear_distillation_loss(Head(hidden, weight), teacher)
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, labels)
+    assert seen == [(2, 0), (2, 2), (6, 2), (2, 4), (2, 4), (4, 2), (2, 0)]
 
 
 def test_a_wave_takes_no_more_chunks():
     assert equal_chunk(10_000, 5000, 4096) == 5000 and equal_chunk(10_000, 5200, 4096) == 5120
     assert equal_chunk(10_000, 9000, 4096) == 8192
     assert equal_chunk(10, 4, 1) == 4 and equal_chunk(0, 4) == 1
+    wide = 2**23
+    assert choose_chunk_tokens(2**26, wide, 1000, 2, *default_tokens(wide, 2, 2)) <= chunks.MOST_TOKENS

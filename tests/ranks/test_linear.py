@@ -60,7 +60,7 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way):
 @TWO_WAYS
 @in_ranks((2,), (), (2,))
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
-    """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
+    """Each travels while the loss's kernels read the other. 300 tokens in chunks of 200: 128 and 72, then 100."""
     case = Case(many_tokens(300, COLUMNS * rank_pool.world_size), impl, {**way, "chunk_size": 200})
     results = rank_pool.run(run, case)
     check(case, results)

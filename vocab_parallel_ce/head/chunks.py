@@ -21,23 +21,34 @@ MULTIPLE = 128  # tokens: whole tiles of a matrix product
 WAVE = 2**22  # elements of a product: a tile of 128 x 256 on nearly each of an H100's 132 multiprocessors
 
 
-def default_tokens(hidden_size: int, element_size: int) -> int:
-    """Return the tokens of one of several chunks: a quarter more memory than 4096 take with the fp32 sum.
+def default_tokens(hidden_size: int, logit_bytes: int, gradient_bytes: int) -> tuple[int, int]:
+    """Return the most tokens of one of several chunks, and those of a single one that takes no more memory.
 
-    Each chunk reads and writes that sum once more. docs/design.md has what fewer tokens cost.
+    A quarter more memory than 4096 tokens take with the fp32 sum of the weight's gradient: each chunk reads and
+    writes that sum once more. docs/design.md has what fewer tokens cost.
+
+    Args:
+        logit_bytes: of all that a chunk has for each token and column: logits, a gradient apart, a teacher's logits.
+        gradient_bytes: of an element of the weight's gradient as one chunk has it; 0 if it is not wanted.
     """
-    return 5120 + hidden_size // element_size
+    if gradient_bytes == 0:  # no sum
+        return 4096, 0
+    most = 5120 + hidden_size // logit_bytes
+    return most, most + (4 - gradient_bytes) * hidden_size // logit_bytes
 
 
-def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int) -> int:
-    """Return the tokens of a chunk by default: ``fewest``, or as many as have ``SMALL_BYTES`` of logits."""
-    # One chunk needs no fp32 sum of the weight's gradient: it is one if its logits take no more than that, or if
-    # with the gradient itself they take no more than the sum and the logits of one of several chunks.
-    sum_bytes, gradient_bytes = 4 * hidden_size, min(element_size, 4) * hidden_size  # of a column
-    if n_tokens * element_size <= max(sum_bytes, sum_bytes + fewest * element_size - gradient_bytes):
+def choose_chunk_tokens(
+    n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int, single: int = 0
+) -> int:
+    """Return the tokens of a chunk by default: ``fewest``, or as many as have ``SMALL_BYTES`` of logits.
+
+    All of them if they are ``single`` or fewer, or if their logits take no more than the weight's gradient in fp32,
+    which one chunk does without.
+    """
+    if n_tokens <= max(single, 4 * hidden_size // element_size):
         return max(1, n_tokens)
     most = max(fewest, min(MOST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
-    return equal_chunk(n_tokens, most, WAVE // hidden_size)
+    return equal_chunk(n_tokens, min(most, MOST_TOKENS), WAVE // hidden_size)
 
 
 def equal_chunk(n_tokens: int, most: int, wave: int = MULTIPLE) -> int:
@@ -57,16 +68,22 @@ def equal_chunk(n_tokens: int, most: int, wave: int = MULTIPLE) -> int:
 
 
 def chunk_of(
-    head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int, element_size: int, kept_bytes: int
+    head: HeadSettings,
+    n_tokens: int,
+    hidden_size: int,
+    n_columns: int,
+    element_size: int,
+    kept_bytes: int,
+    by_default: tuple[int, int],
 ) -> int:
     """Return the tokens of a chunk of the caller's ``chunk_size``: ``"auto"``, a number, or bytes for the logits.
 
     ``kept_bytes`` are those of a token's kept logits: an automatic chunk has as many tokens as may be kept, or fewer.
+    ``by_default`` is :func:`default_tokens`.
     """
     size, token_bytes = head.chunk_size, n_columns * element_size
     if size == "auto":
-        fewest = default_tokens(hidden_size, element_size)
-        chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, fewest)
+        chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, *by_default)
         return min(chosen, max(1, most_kept(head.keep_logits, kept_bytes, chosen)))
     if not isinstance(size, str):
         count = checks.checked_count("chunk_size", size)
@@ -108,7 +125,7 @@ def kept_rows(keep_logits: str, chunks: Sequence[slice], token_bytes: int) -> in
 
 
 def parts_of(n_tokens: int, n_ranks: int) -> list[slice]:
-    """Return the rows of a chunk's parts. The statistics of one travel while the other is computed."""
+    """Return the rows of a chunk's parts. The statistics of one travel while kernels read the other."""
     half = -(-n_tokens // (2 * MULTIPLE)) * MULTIPLE
     if n_ranks == 1 or half >= n_tokens:
         return [slice(0, n_tokens)]

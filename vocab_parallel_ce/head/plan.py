@@ -15,6 +15,7 @@ from vocab_parallel_ce.head.chunks import (
     TokenOrder,
     chunk_of,
     chunks_of,
+    default_tokens,
     kept_rows,
     order_of_ranks,
     order_of_valid,
@@ -218,7 +219,8 @@ def make_head_plan(
     shape = shape_of_tokens(hidden, n_ranks, head)
     by_weights = loss.divides_by_weights and has_weights(arguments.targets)
     n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
-    chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes)
+    by_default = default_tokens(hidden.shape[-1], *_bytes_of(arguments, element_size))
+    chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes, by_default)
     if sequence_parallel:
         chunk = max(n_ranks, chunk // n_ranks * n_ranks)
     is_mean, leaves_out = settings.reduction == "mean", hidden.device.type == "cpu" and not sequence_parallel
@@ -240,6 +242,18 @@ def make_head_plan(
         sequence_parallel=sequence_parallel,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
     )
+
+
+def _bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
+    """Return the bytes of a chunk for each token and column, a teacher's logits included, and of an element of the
+    weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
+    """
+    weight, teacher = arguments.head.weight, getattr(arguments.targets, "weight", None)
+    logit_bytes = element_size + (0 if teacher is None else teacher.dtype.itemsize)
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return logit_bytes, 0
+    stays_fp32 = arguments.main_grad is not None or arguments.expected_grad_output is not None
+    return logit_bytes, 4 if stays_fp32 else min(weight.dtype.itemsize, 4)
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:

@@ -25,7 +25,7 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     if head.logits_dtype not in (None, torch.float32):
         remedy = "leave it out for the dtype of the products"
         raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}; {remedy}")
-    chunk_of(head, 1, 1, 1, 1, 1)
+    chunk_of(head, 1, 1, 1, 1, 1, (1, 0))
     if settings.gradient == "in_forward" and settings.reduction == "none" and not knows_grad_output:
         raise ValueError(
             "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward', or "
