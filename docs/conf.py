@@ -41,7 +41,7 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!vocab_parallel_ce).*")]
 
 CONTENTS = {
-    "Start": ["docs/tutorial", "docs/which_function", "docs/questions", "docs/where_it_runs"],
+    "Start": ["docs/tutorial", "docs/which_function", "docs/questions", "docs/where_it_runs", "docs/trust"],
     "Losses": [
         "docs/options",
         "docs/gradients",
