@@ -20,7 +20,7 @@ release = version = vocab_parallel_ce.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/*.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/*.md"]
 exclude_patterns = [".*", "out", "build", "dist"]  # not looked into: .venv has many files
 html_extra_path = ["site"]  # index.html, which leads to the first page
 html_theme = "furo"
@@ -53,7 +53,7 @@ CONTENTS = {
     "Frameworks": [
         f"docs/{name}" for name in ("transformers", "megatron", "dtensor", "rl", "frameworks", "compile", "training")
     ],
-    "Reference": ["docs/api", "CHANGELOG", "SECURITY"],
+    "Reference": ["docs/api", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT"],
     "For contributors": ["CONTRIBUTING", "docs/design", "docs/triton_reductions", "docs/measurements"],
 }
 
