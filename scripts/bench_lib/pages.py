@@ -10,24 +10,25 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bench_lib.cases import OURS, Case
+from bench_lib.cases import OURS
 from bench_lib.documents import (
     Document,
     Result,
     is_of_enough_rounds,
     is_timed,
     require_one_commit,
+    require_rounds,
     results_by_case,
     short_commit,
 )
-from bench_lib.report import gib, host_line, place_of, table, targets_part
+from bench_lib.report import gib, host_line, place_of, shown, table, targets_part
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 LESS = 1.02  # memory differs if one has so many times the other's
 
 
 class Framework(NamedTuple):
-    """A row of README: what a framework takes without and with this package, and others alongside."""
+    """A row of docs/frameworks.md: what a framework takes without and with this package, and others alongside."""
 
     name: str
     line: str
@@ -124,13 +125,17 @@ FRAMEWORKS = (
 
 
 class Number(NamedTuple):
-    """A row of README."""
+    """A row of README: others, and this package beside them."""
 
     what: str
     document: str
     case: str
-    without: tuple[str, ...]  # the first is what the row is about
+    without: tuple[str, ...]
     given: str
+    is_ratio: bool = False  # the time over that of a copy, in place of time and memory
+
+    def cell(self, result: Result) -> str:
+        return shown("ratio", result["ratio"]) if self.is_ratio else cost(result)
 
 
 NUMBERS = (
@@ -145,7 +150,7 @@ NUMBERS = (
         "Megatron-Core, 2 layers of 4096, 24576 tokens, 2 GPUs",
         "megatron_2gpu",
         "24576 tokens",
-        ("Megatron-Core", "Megatron-Core, fused"),
+        ("Megatron-Core", "Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss"),
         f"{OURS}, linear",
     ),
     Number(
@@ -162,14 +167,14 @@ NUMBERS = (
         ("TRL log-probs and objective", "liger-kernel (without entropy)"),
         "linear, objective",
     ),
-)
-LOSS_CASE = Case("none", 16384, 128256, 2)
-LOSS = Number(
-    "Loss alone, 16384 x 128256, 2 GPUs: times a copy of the logits",
-    "bench_table_2gpu",
-    str(LOSS_CASE),
-    ("flash-attn", "transformer-engine", "megatron-core"),
-    OURS,
+    Number(
+        "Loss alone, 16384 x 128256, 2 GPUs: times a copy of the logits",
+        "bench_table_2gpu",
+        "none 16384 x 128256 bf16",
+        ("flash-attn", "transformer-engine (overwrite)", "megatron-core"),
+        OURS,
+        is_ratio=True,
+    ),
 )
 
 
@@ -244,7 +249,7 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
     """
     enough = [row for row in FRAMEWORKS if is_of_enough_rounds(documents[row.document])]
     rows, used = [], {row.document: documents[row.document] for row in enough}
-    require_one_commit("README", used)
+    require_one_commit("frameworks", used)
     for row in enough:
         document = documents[row.document]
         results = results_by_case(document)[row.case]
@@ -290,25 +295,17 @@ def worse(result: Result, other: Result, key: str) -> bool:
 
 
 def numbers_block(documents: Mapping[str, Document]) -> str:
-    """README's rows: time and memory without and with this package; of the loss alone, times over a copy's."""
-    rows, used = [], []
+    """README's rows, and where each was measured."""
+    used = {number.document: documents[number.document] for number in NUMBERS}
+    require_one_commit("README", used)
+    require_rounds("README", used)
+    rows, places = [], []
     for number in NUMBERS:
-        document = documents[number.document]
-        results = {str(case): found for case, found in results_by_case(document).items()}[number.case]
-        cells = [_named(name, results[name], is_first=name == number.without[0]) for name in number.without]
-        rows.append([number.what, "; ".join(cells), f"**{cost(results[number.given])}**"])
-        used.append(f"{number.what.partition(',')[0]}: {place_of(document)}")
-    case, ours = results_by_case(documents[LOSS.document])[LOSS_CASE], LOSS.given
-    others = [f"{name} {case[name]['ratio']:.2f}" for name in LOSS.without]
-    rows.append([LOSS.what, ", ".join(others), f"**{case[ours]['ratio']:.2f}**"])
-    used.append(f"{LOSS.what.partition(',')[0]}: {place_of(documents[LOSS.document])}")
-    every = table(["bf16, forward and backward", "without", "with"], rows)
-    return f"{every}\n\nMeasured on {'; '.join(used)}."
-
-
-def _named(name: str, result: Result, *, is_first: bool) -> str:
-    """A cost, with its name unless it is the first's, which the row has named."""
-    return cost(result) if is_first else f"{name}: {cost(result)}"
+        results = {str(case): found for case, found in results_by_case(used[number.document]).items()}[number.case]
+        others = "; ".join(f"{name}: {number.cell(results[name])}" for name in number.without)
+        rows.append([number.what, others, f"**{number.cell(results[number.given])}**"])
+        places.append(f"{number.what.partition(',')[0]}: {place_of(used[number.document])}")
+    return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {'; '.join(places)}."
 
 
 def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:

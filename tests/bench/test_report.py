@@ -8,7 +8,7 @@ import pytest
 from tests.bench.support import EAGER, HEAD, IN_FORWARD, OURS, SCRIPTS, document, refusal, result
 
 import bench  # isort: skip
-from bench_lib import cases, documents, modes, report  # isort: skip
+from bench_lib import cases, documents, modes, pages, report  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -144,6 +144,7 @@ def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():
     assert bench.main(["report", "--check"]) == 0
     page = (ROOT / "docs" / "performance.md").read_text()
     assert "{{" not in page
+    assert len(pages.numbers_block(COMMITTED).splitlines()) == 2 + 5 + 2  # the hosts
 
 
 def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
