@@ -51,6 +51,9 @@ def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
     """Within it, the torch.empty family poisons what it returns to the package's own modules."""
+    with torch.device("cpu"):
+        # The first call under a device makes torch's set of constructors, which it keeps: not of the wrappers below.
+        torch.empty(0)
     originals = [(owner, name, getattr(owner, name)) for owner, name in _ALLOCATORS]
     for owner, name, allocate in originals:
         setattr(owner, name, _poisoning(allocate))
