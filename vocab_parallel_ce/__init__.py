@@ -24,7 +24,7 @@ from vocab_parallel_ce.integrations.transformer_engine import (
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.verify import verify_calls
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Head",
