@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, modes, pages, plot, report, where
+from bench_lib import cases, documents, modes, pages, plot, report, where
 from bench_lib.adapters import baseline_package
 from bench_lib.documents import (
     RESULTS,
@@ -45,6 +45,7 @@ from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
 COMMANDS = {
     "table": "the loss over logits, alongside other projects'",
     "head": "a head and its loss, alongside other projects'",
+    "few": "the loss over logits of few tokens, alongside other projects'",
     "modes": "when the gradient is written, from few tokens on; exit with 1 if a mode is slower than another",
     "options": "every option of the loss over logits",
     "losses": "class weights, soft targets, distillation and log-probabilities, over logits and of heads",
@@ -57,11 +58,8 @@ COMMANDS = {
     "host": "only the time of the host, of every call over logits and of heads; nothing is launched",
 }
 OF_ROWS = ("options", "losses", "host")
-SWEEP_PROVIDERS = f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel"
 DEFAULT_PROVIDERS = {
-    "tokens": SWEEP_PROVIDERS,
-    "vocabulary": SWEEP_PROVIDERS,
-    "few": SWEEP_PROVIDERS,
+    "few": f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel",
     "modes": ",".join((cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)),
     "memory": f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
@@ -75,9 +73,7 @@ STEPS = {
     "losses": ["bench.py", "losses"],
     "memory": ["bench.py", "memory"],
     "options": ["bench.py", "options"],
-    "tokens": ["bench.py", "sweep", "tokens"],
-    "vocabulary": ["bench.py", "sweep", "vocabulary"],
-    "few": ["bench.py", "sweep", "few", "--graphs", "all"],
+    "few": ["bench.py", "few", "--graphs", "all"],
     "rl": ["bench.py", "rl"],
 }
 
@@ -88,14 +84,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     measured = parser_of(None, rounds=15, add_help=False)
     measured.add_argument("--shape", action="append", metavar="NxV[xD]", help="tokens, vocabulary, hidden size")
     measured.add_argument("--providers", metavar="NAMES", help="comma-separated; all: the default ones")
-    texts = COMMANDS | {"sweep": "the loss over logits, of other sizes"}
-    made = {name: commands.add_parser(name, parents=[measured], help=text) for name, text in texts.items()}
-    made["sweep"].add_argument("over", choices=("tokens", "vocabulary", "few"))
-    for name in ("table", "sweep", "head"):
+    made = {name: commands.add_parser(name, parents=[measured], help=text) for name, text in COMMANDS.items()}
+    for name in ("table", "few", "head"):
         made[name].add_argument("--reduction", choices=cases.REDUCTIONS)
     made["modes"].set_defaults(rounds=7)
     made["modes"].add_argument("--dtype", choices=tuple(cases.SHORT_DTYPES), default="bfloat16")
-    for name in ("table", "sweep"):
+    for name in ("table", "few"):
         made[name].add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
     for name in OF_ROWS:
         made[name].add_argument("--baseline", type=Path, metavar="DIR", help="another checkout, for the same calls")
@@ -113,9 +107,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     comparison = commands.add_parser("compare", help="the ratios of two runs")
     comparison.add_argument("old", type=Path, help="a document, as --json writes it")
     comparison.add_argument("new", type=Path, help="another, of the same command")
-    options = parser.parse_args(words)
-    options.command = getattr(options, "over", options.command)
-    return options
+    return parser.parse_args(words)
 
 
 def known_providers(command: str, case: cases.Case, baseline: Path | None) -> list[Provider]:
@@ -196,7 +188,9 @@ def measure_command(options: argparse.Namespace) -> int:
             return 0
         slower = modes.slower(document)
         if ranks.is_first:
-            print("\n".join([modes.modes_part(document), *modes.fewest_rows(document), *slower]))
+            every = (cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)
+            made = modes.modes_table(documents.results_by_case(document), every)
+            print("\n".join([made, *modes.fewest_rows(document), *slower]))
         return 1 if slower else 0
 
 

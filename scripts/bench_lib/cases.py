@@ -151,8 +151,6 @@ MODES_TOKENS = (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
 MODES_COLUMNS = (8192, 32000, 64128, 128256, 256000)
 # Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
 SHAPES: dict[str, list[str]] = {
-    "tokens": [f"{tokens}x128256" for tokens in (64, 256, 1024, 4096, 16384, 32768)],
-    "vocabulary": [f"4096x{2**k}" for k in range(13, 19)],
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
     "modes": [f"{tokens}x{columns}" for columns in MODES_COLUMNS for tokens in MODES_TOKENS],
     "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
@@ -165,7 +163,7 @@ SHAPES: dict[str, list[str]] = {
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
     "host": ["8x256", "8x256x64"],
 }
-OF_EACH_REDUCTION = ("table", "tokens", "vocabulary", "few", "head")
+OF_EACH_REDUCTION = ("table", "few", "head")
 OF_A_MEAN = ("memory", "profile", "modes")
 
 

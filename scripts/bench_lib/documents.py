@@ -26,9 +26,7 @@ FILES = {
     "options": "bench_options",
     "modes": "bench_modes",
     "peers": "bench_peers",  # of "table", with other peers
-    "tokens": "bench_sweep_tokens",
-    "few": "bench_sweep_few",
-    "vocabulary": "bench_sweep_vocabulary",
+    "few": "bench_few",
     "head": "linear_table",
     "shapes": "linear_shapes",  # of "head", with other sizes and peers
     "unfused": "linear_unfused",  # of "head", alongside F.linear and this project's loss alone

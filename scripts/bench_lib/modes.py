@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from bench_lib.cases import BY_NAME, IN_FORWARD, OURS
-from bench_lib.documents import Document, is_timed, results_by_case
+from collections.abc import Sequence
+
+from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case
+from bench_lib.documents import Document, Result, is_timed, results_by_case
 from bench_lib.report import host_line, shown, table
 
+SHOWN_TOKENS, SHOWN_COLUMNS = (16, 64, 128, 256, 1024), (8192, 32000, 128256, 256000)
 NOISE = 1.02
 SCALE_US = 1.5  # of the launch with which backward looks at grad_output: the host does not know that it is 1
 
@@ -39,14 +42,18 @@ def fewest_rows(document: Document) -> list[str]:
     ]
 
 
-def modes_part(document: Document, commit: str | None = None) -> str:
-    """Microseconds of each mode and of the copy."""
-    cases = results_by_case(document)
-    names = list(dict.fromkeys(name for results in cases.values() for name in results))
+def modes_table(cases: dict[Case, dict[str, Result]], names: Sequence[str]) -> str:
+    """Microseconds of each of these modes and of the copy."""
     rows = []
     for case, results in cases.items():
         timed = {name: 1e3 * result["ms"] for name, result in results.items() if is_timed(result)}
         copy = next(1e3 * result["yardstick_ms"] for result in results.values() if is_timed(result))
         rows.append([str(case), *(shown("microseconds", us) for us in (copy, *map(timed.get, names)))])
-    title = f"{host_line(document, commit)} Microseconds of the device:"
-    return f"{title}\n\n{table(['tokens x vocabulary', 'copy', *names], rows)}"
+    return table(["tokens x vocabulary", "copy", *names], rows)
+
+
+def modes_part(document: Document, commit: str | None = None) -> str:
+    """Both modes that a caller chooses from, in some of the document's cases."""
+    cases = results_by_case(document).items()
+    some = {case: each for case, each in cases if case.tokens in SHOWN_TOKENS and case.columns in SHOWN_COLUMNS}
+    return f"{host_line(document, commit)} Microseconds of the device:\n\n{modes_table(some, (OURS, IN_FORWARD))}"

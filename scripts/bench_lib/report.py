@@ -28,6 +28,7 @@ from bench_lib.documents import (
 
 TEMPLATE = Path(__file__).with_name("performance.template.md")
 PICTURE = "bench_speed.png"
+OPTIONS_VOCABULARIES = (128256, 32064, 50257)  # the others are in the document
 GIB = 2**30
 UNITS = {
     "ratio": "x copy",
@@ -36,7 +37,6 @@ UNITS = {
     "microseconds_graph": "us in a CUDA graph",
     "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
 }
-SHOWN = ("ratio", "microseconds", "microseconds_eager", "microseconds_graph")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -125,13 +125,13 @@ def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
 
 
 def notes(document: Document) -> str:
-    """Who waits for the device, who was refused and why, and who is absent."""
-    said = [(f"absent: {one_line(reason)}", name) for name, reason in document["absent"].items()]
+    """Who waits for the device, who was refused and why, and who was absent; the document says why."""
+    said = [("absent", name) for name, reason in document["absent"].items() if not reason.startswith("needs ")]
     for result in document["results"]:
         name = result["provider"]
-        if not is_timed(result) and (name, result.get("kind")) != (IN_FORWARD, "none"):  # the page says that
+        if not is_timed(result) and not is_ours(name):
             said.append((f"refused in some or all cases: {one_line(result['refused'])}", name))
-        elif not result.get("queued", True):
+        elif is_timed(result) and not result.get("queued", True):
             said.append(("waits for the device, so its time includes the host's", name))
     names: dict[str, dict[str, None]] = {}
     for text, name in said:
@@ -139,8 +139,13 @@ def notes(document: Document) -> str:
     return "\n".join(f"- {', '.join(found)}: {text}." for text, found in names.items())
 
 
-def provider_table(cases: dict[Case, dict[str, Result]], title: str, first: str, cell: Any = None) -> str:
-    """One row per case and one column per provider; the fastest is bold. The ratio is the default cell."""
+def provider_table(
+    cases: dict[Case, dict[str, Result]], title: str, first: str, cell: Any = None, more: dict[str, Any] | None = None
+) -> str:
+    """One row per case and one column per provider; the fastest is bold. The ratio is the default cell.
+
+    ``more`` has columns of this project's default.
+    """
     names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
     rows = []
     for case, results in cases.items():
@@ -148,69 +153,50 @@ def provider_table(cases: dict[Case, dict[str, Result]], title: str, first: str,
         best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
         cells = [cell(results[n]) if cell and ratios[n] != "-" else ratios[n] for n in names]
         fastest = [ratios[name] != "-" and float(ratios[name]) == best for name in names]
-        rows.append([str(case), *(f"**{c}**" if f else c for c, f in zip(cells, fastest, strict=True))])
-    return f"{title}\n\n{table([first, *names], rows)}"
+        of_default = [column(results[OURS]) for column in (more or {}).values()]
+        rows.append([str(case), *(f"**{c}**" if f else c for c, f in zip(cells, fastest, strict=True)), *of_default])
+    return f"{title}\n\n{table([first, *names, *(more or {})], rows)}"
 
 
-def faster_elsewhere(cases: dict[Case, dict[str, Result]]) -> str:
-    """Every case in which another provider is faster than this project's default, in a table."""
+def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
+    """Every case in which an eager call of another provider is faster than this project's fastest."""
     rows = []
-    for metric, label in (("ratio", "time / copy"), ("microseconds_eager", "eager us")):
-        for case, results in cases.items():
-            other = best_other(results, metric)
-            ours, forward = (number(results.get(name), metric) for name in (OURS, IN_FORWARD))
-            if other and (ours is None or float(shown(metric, other[1])) < float(shown(metric, ours))):
-                numbers = [shown(metric, value) for value in (other[1], ours, forward)]
-                rows.append([str(case), label, f"{other[0]} {numbers[0]}", *numbers[1:]])
-    if not rows:
-        return "No other provider's median is lower in any of these cases, by device time or eagerly."
-    header = ["another provider is faster", "by", "the fastest other", OURS, IN_FORWARD]
-    return table(header, rows)
+    for case, results in cases.items():
+        other = best_other(results, "microseconds_eager")
+        own = [number(results.get(name), "microseconds_eager") for name in (OURS, IN_FORWARD)]
+        fastest = min((us for us in own if us is not None), default=None)
+        if other and (fastest is None or other[1] < fastest):
+            cells = (shown("microseconds", us) for us in (other[1], fastest))
+            rows.append(f"{case} ({other[0]} {', '.join(cells)})")
+    found = "; ".join(rows) or "none"
+    return f"Another provider's eager call is faster here, with its microseconds and this project's: {found}."
 
 
 def logits_part(document: Document, commit: str | None = None) -> str:
-    """The tables of one number of GPUs."""
+    """Every provider's time over the copy's, and this project's eager call and memory."""
     cases = results_by_case(document)
-    rows, spreads = [], [0.0]
-    for case, results in cases.items():
-        for provider in (OURS, IN_FORWARD):
-            result = results.get(provider)
-            if result is None or not is_timed(result):
-                continue
-            other = best_other(results, "ratio")
-            numbers = [shown(metric, number(result, metric)) for metric in SHOWN]
-            spreads.append((result["ratio_spread"][1] - result["ratio_spread"][0]) / result["ratio"])
-            numbers.append(per_row(result))
-            best = f"{other[0]} {shown('ratio', other[1])}" if other else "-"
-            rows.append([row_name(case, provider), *numbers, best])
-    header = ["tokens x vocabulary", "time / copy", "us", "eager us", "CUDA graph us", "extra B/row"]
-    parts = [
-        f"{host_line(document, commit)} This project's ratios vary by {100 * max(spreads):.1f} % or less.",
-        table([*header, "best other"], rows),
-        provider_table(cases, "All providers, time / copy:", "tokens x vocabulary"),
-        faster_elsewhere(cases),
-        notes(document),
-    ]
+    ours = [result for results in cases.values() for name, result in results.items() if is_ours(name)]
+    spreads = [(r["ratio_spread"][1] - r["ratio_spread"][0]) / r["ratio"] for r in ours if "ratio_spread" in r]
+    default = {
+        "eager us": lambda result: shown("microseconds", number(result, "microseconds_eager")),
+        "extra B/row": per_row,
+    }
+    varies = f"This project's ratios vary by {100 * max(spreads, default=0.0):.1f} % or less. Time / copy:"
+    title = f"{host_line(document, commit)} {varies}"
+    parts = [provider_table(cases, title, "tokens x vocabulary", more=default), faster_eagerly(cases), notes(document)]
     return "\n\n".join(filter(None, parts))
-
-
-def sweep_part(document: Document, commit: str | None = None) -> str:
-    title = f"{host_line(document, commit)} Time / copy:"
-    every = provider_table(results_by_case(document), title, "tokens x vocabulary")
-    said = notes(document)
-    if any(each["provider"] == OURS and "gradient" not in each for each in document["results"]):
-        said += f"\n- {OURS}: its default wrote a mean's gradient in forward at that commit, as `in_forward` does."
-    return f"{every}\n\n{said.strip()}"
 
 
 def few_part(document: Document, commit: str | None = None) -> str:
     """Microseconds of a CUDA graph's replay of each provider and of the copy."""
     cases = results_by_case(document)
-    names = list(dict.fromkeys(name for results in cases.values() for name in results))
 
     def cell(result: Result | None) -> str:
         microseconds = number(result, "microseconds_graph")
         return "-" if microseconds is None else f"{microseconds:.1f}"
+
+    every = dict.fromkeys(name for results in cases.values() for name in results)
+    names = [name for name in every if any(cell(results.get(name)) != "-" for results in cases.values())]
 
     rows = []
     for case, results in cases.items():
@@ -218,7 +204,7 @@ def few_part(document: Document, commit: str | None = None) -> str:
         copy = ours["microseconds_graph"] / ours["ratio_graph"]
         rows.append([str(case), f"{copy:.1f}", *(cell(results.get(name)) for name in names)])
     title = f"{host_line(document, commit)} Microseconds of a CUDA graph's replay:"
-    return "\n\n".join([title, table(["tokens x vocabulary", "copy", *names], rows), notes(document)]).strip()
+    return f"{title}\n\n{table(['tokens x vocabulary', 'copy', *names], rows)}"
 
 
 def options_part(documents: Sequence[Document], commit: str | None = None) -> str:
@@ -227,11 +213,15 @@ def options_part(documents: Sequence[Document], commit: str | None = None) -> st
     first: dict[int, dict[str, Result]] = {}  # by the number of GPUs
     for document in documents:
         for case, results in results_by_case(document).items():
+            if case.vocabulary not in OPTIONS_VOCABULARIES:
+                continue
             columns[f"{str(case).removeprefix('options')}, {gpus(case.ranks)}".strip()] = results
             first.setdefault(case.ranks, results)
-    names = list(dict.fromkeys(name for results in columns.values() for name in results))
+    names = dict.fromkeys(name for results in columns.values() for name in results)
     rows = []
     for name in names:
+        if "return_metrics" in name:  # an option that is gone
+            continue
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
         cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
@@ -242,19 +232,15 @@ def options_part(documents: Sequence[Document], commit: str | None = None) -> st
 
 
 def linear_part(document: Document, commit: str | None = None) -> str:
-    """This project's numbers, then every provider's."""
+    """Every provider's time over the matmuls' and its memory, and this project's time."""
 
     def cell(result: Result) -> str:
         return f"{result['ratio']:.3f}, {gib(result['peak_bytes'])}"
 
-    cases, rows = results_by_case(document), []
-    for case, results in cases.items():
-        ours, other = results[OURS], best_other(results, "ratio")
-        numbers = [f"{ours['ratio']:.3f}", f"{ours['ms']:.2f}", gib(ours["peak_bytes"])]
-        rows.append([str(case), *numbers, f"{other[0]} {cell(results[other[0]])} GiB" if other else "-"])
-    header = ["case", "time / matmuls", "ms", "extra GiB", "best other"]
-    every = provider_table(cases, "All providers, time / matmuls and extra GiB:", "case", cell)
-    return "\n\n".join([host_line(document, commit), table(header, rows), every, notes(document)])
+    title = f"{host_line(document, commit)} Time / matmuls and extra GiB:"
+    own = {"ms": lambda result: f"{result['ms']:.2f}"}
+    every = provider_table(results_by_case(document), title, "case", cell, own)
+    return "\n\n".join(filter(None, [every, notes(document)]))
 
 
 def memory_part(document: Document, commit: str | None = None) -> str:
@@ -341,7 +327,7 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     from bench_lib.modes import modes_part  # which imports this module
 
     parts = {logits_part: ["table", "peers"], linear_part: ["head", "shapes", "unfused"], memory_part: ["memory"]}
-    parts |= {sweep_part: ["tokens", "vocabulary"], few_part: ["few"], modes_part: ["modes"], profile_part: ["profile"]}
+    parts |= {few_part: ["few"], modes_part: ["modes"], profile_part: ["profile"]}
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
     commit, sections = first["host"]["commit"], []

@@ -174,10 +174,10 @@ def test_the_version_of_a_package_that_is_only_sources(tmp_path, monkeypatch, so
         providers.version_of("some-sources", "absent")
 
 
-def test_cases_are_the_tables_a_sweeps_or_those_named():
+def test_cases_are_a_tables_a_commands_or_those_named():
     assert len(cases.cases_of("table", 1)) == 11 and len(cases.cases_of("table", 1, reduction="mean")) == 4
     assert {case.vocabulary for case in cases.cases_of("table", 4)} == {128256, 65536, 32000}
-    assert cases.cases_of("tokens", 2)[0] == cases.Case("mean", 64, 128256, 2)
+    assert cases.cases_of("few", 2)[0] == cases.Case("mean", 16, 128256, 2)
     assert {case.vocabulary for case in cases.cases_of("options", 2)} == {128256, 64128, 32064, 151936}
     named = cases.cases_of("head", 2, ["512x8064", "8x64x32"], "mean")
     assert named == [cases.Case("mean", 512, 8064, 2, 4096), cases.Case("mean", 8, 64, 2, 32)]
@@ -210,7 +210,7 @@ def test_a_profile_tells_hidden_from_exposed_communication():
     assert len(profile.step_of(trace, ranks=1)) == 6
 
 
-@pytest.mark.parametrize("command", [*bench.COMMANDS, "sweep", "page", "report", "compare"])
+@pytest.mark.parametrize("command", [*bench.COMMANDS, "page", "report", "compare"])
 def test_help(command, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         bench.main([command, "--help"])
