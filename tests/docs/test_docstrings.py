@@ -4,6 +4,8 @@ import doctest
 import importlib
 import inspect
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +60,25 @@ def test_the_page_of_the_api_has_every_public_name():
     }
     modules = re.findall(r"^\.\. automodule:: vocab_parallel_ce\.integrations\.(\w+)$", page, re.M)
     assert sorted(modules) == sorted(integrations.MODULES)
+
+
+def _row(name: str, value: Any) -> str:
+    """The row of a public name in the table of docs/api.md: its arguments, its file, and its docstring's beginning."""
+    own = inspect.unwrap(value)
+    said = " ".join((inspect.getdoc(own) or "").partition("\n\n")[0].split())
+    said = re.sub(r":func:`(\w+)`", r"`\1`", said).replace("``", "`")
+    file = Path(inspect.getfile(own)).relative_to(ROOT).as_posix()
+    signature = inspect.signature(own)
+    keywords = [n for n, each in signature.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    others = [n for n in signature.parameters if n not in keywords]
+    arguments = ", ".join([*others, *(["*"] if keywords else []), *keywords])
+    return f"| [`{name}`](../{file}) | `{arguments}` | {said} |"
+
+
+@pytest.mark.parametrize("name", package.__all__)
+def test_the_page_of_the_api_says_what_a_name_does(name):
+    row = _row(name, getattr(package, name))
+    assert row in (ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines(), f"expected the row {row}"
 
 
 @pytest.mark.parametrize("name", PUBLIC)
