@@ -1,6 +1,6 @@
 """Write gradients over the logits: which memory holds one, and whether nobody else can see the logits.
 
-If a mode was asked for by name, a record says which logits hold their gradient: another loss over them is an error. The
+If a mode was passed explicitly, a record says which logits hold their gradient: another loss over them is an error. The
 record is an attribute of the storage. So every tensor of that memory finds it, and it ends with the memory.
 A write to the logits that autograd sees voids it: PyTorch raises the version of a tensor and its views. It misses
 a replayed CUDA graph that fills static logits, but their autograd node is then younger than the loss.

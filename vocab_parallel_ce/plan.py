@@ -254,7 +254,8 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
     """Return the mode that runs; ``"auto"``, as a result, leaves to backward whether it writes over the logits.
 
     ``"in_forward"`` of a view in a graph is an error. A version raised in backward comes too late for a backward
-    that runs before and uses a saved value. Raised in forward, it would lose hooks; see :func:`is_view_in_graph`.
+    that runs before and uses a saved value. Raised in the forward pass, it would lose hooks: see
+    :func:`is_view_in_graph`.
     """
     if gradient == "auto":
         return "auto" if may_overwrite(logits) else "out_of_place"

@@ -91,5 +91,5 @@ class VocabShard(NamedTuple):
         else:
             padded = f"with padding at least {widest} and less than {whole}"
             expected = f"{shard.n_columns}, or {padded}, on rank {rank} of {n_ranks} for vocab_size {vocab_size}"
-            remedy = "whole logits take group=None, other shards vocab_size=VocabShard(...)"
+            remedy = "unsharded logits take group=None, other shards vocab_size=VocabShard(...)"
         raise ValueError(f"{subject} must be {expected}, got {n_columns}; {remedy}")

@@ -34,10 +34,10 @@ With class weights ``w``, as in PyTorch's ``CrossEntropyLoss``, and ``W = sum_i 
     loss  = w_y * ((1 - e) * (lse - z_y) + z_loss * lse^2) + e / V * sum_i w_i (lse - z_i)
     dz_i  = p_i * (w_y * (1 - e + 2 * z_loss * lse) + e / V * W) - (1 - e) * w_y * [i == y] - e / V * w_i
 
-and the mean is divided by the sum of ``w_y``. ``w_y`` travels. ``shifted_sum`` and ``n_columns`` are then sums with
-weights. A weight of 0 times an infinite logit is 0.
+and the mean is divided by the sum of ``w_y``. ``w_y`` is communicated. ``shifted_sum`` and ``n_columns`` are then
+sums with weights. A weight of 0 times an infinite logit is 0.
 
-The label's column is not in ``others_sum``, which travels instead of ``sum_exp``. A confident label's own
+The label's column is not in ``others_sum``, which is communicated instead of ``sum_exp``. A confident label's own
 term is 1. A sum that holds it loses the others' digits, and ``1 - p_y = others_sum / sum_exp`` is all of the
 gradient.
 
@@ -101,7 +101,7 @@ class LossOptions(NamedTuple):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the ``K`` statistics that travel, in the order in which they are packed."""
+        """Names of the ``K`` statistics that are communicated, in the order in which they are packed."""
         smoothed = ("shifted_sum", "n_columns") if self.smoothing or self.mean_logit else ()
         entropy = ("exp_shifted_sum",) if self.entropy else ()
         predictions = ("argmax",) if self.predictions else ()

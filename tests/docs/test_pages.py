@@ -22,6 +22,10 @@ OLD_WORDS = {
     "TokenOutputs": r"\brow_?outputs\b",
     "register chunks, stages": r"\brings?\b|_ring\b|\bslots?\b(?!=)",
     "except": r"\bbut\s+for\b",
+    "recomputes the logits": r"\blogits\s+again\b",
+    "unsharded": r"\bwhole\s+logits\b",
+    "is communicated": r"\btravels?\b",
+    "in the forward pass": r"\bin\s+forward\b(?!-)",
     "per": r"\b(?:bytes|B|KB|us|ms|one|collectives|launch|launches|programs|warps|vectors)\s+an?\s+"
     r"(?:row|token|rank|call|chunk|warp|thread|multiprocessor|program|GPU|step|file|host)\b",
 }
@@ -59,8 +63,17 @@ OLD = (
     "at their places",
     "all but\nfor",
     "4 bytes a row",
+    "makes the logits again",
+    "of whole logits",
+    "what travels",
+    "computed in forward",
 )
-NEW = ("in place, and out_of_place", "a string, during the steering", "bytes per row; bring it; a singular gape")
+NEW = (
+    "in place, and out_of_place",
+    "a string, during the steering",
+    "bytes per row; bring it; a singular gape",
+    "in forward-mode AD; in_forward",
+)
 
 
 def test_an_old_word_is_found_and_a_word_of_the_field_is_not():

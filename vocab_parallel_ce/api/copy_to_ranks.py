@@ -20,11 +20,11 @@ def copy_to_ranks(hidden: Tensor, group: Any) -> Tensor:
     part of the gradient that its own columns know. Megatron-LM's ``copy_to_tensor_model_parallel_region`` is the same.
     ``linear_cross_entropy`` and the other functions of heads sum it themselves: pass them ``hidden`` as it is.
 
-    Overwrites nothing, and copies nothing in forward. Backward keeps the dtype of the gradient. It may be
+    Overwrites nothing, and copies nothing in the forward pass. Backward keeps the dtype of the gradient. It may be
     differentiated again.
 
-    Collectives: none in forward; one all_reduce of the gradient in backward, on every rank, or on none. None for one
-    rank, for None, and if ``hidden`` requires no gradient: then it is returned itself.
+    Collectives: none in the forward pass; one all_reduce of the gradient in backward, on every rank, or on none.
+    None for one rank, for None, and if ``hidden`` requires no gradient: then it is returned itself.
 
     Args:
         hidden: any plain tensor, the same on every rank.

@@ -147,7 +147,7 @@ def linear_distillation_loss(
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
-    ``"none"`` and fp16, backward makes the logits again and computes them, and may run again.
+    ``"none"`` and fp16, backward recomputes the logits, and may run again.
     The teacher's tensors get none.
 
     Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice

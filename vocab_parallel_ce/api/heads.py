@@ -74,11 +74,10 @@ def linear_cross_entropy(
     Overwrites nothing. Under ``torch.autocast`` the products have its dtype, and each gradient has its tensor's.
     docs/linear.md has more on every argument, on memory, DTensor, FSDP and Megatron-LM.
 
-    Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per chunk (one
-    for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one all_reduce of
-    ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass all_gathers ``hidden``.
-    With ``class_weight`` a mean all_gathers 4 bytes more. All ranks must agree on what needs a
-    gradient.
+    Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in the forward pass two per
+    chunk (one for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one all_reduce
+    of ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass all_gathers
+    ``hidden``. With ``class_weight`` a mean all_gathers 4 bytes more. All ranks must agree on what needs a gradient.
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
@@ -89,17 +88,17 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary, or None; a DTensor needs it.
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for ``"none"`` only with
             ``expected_grad_output``.
-            ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
+            ``"in_backward"``: backward recomputes the logits, and may run again. ``"auto"``: in_forward for mean
             and sum of bf16 and fp32, otherwise in_backward. With outputs that have a
             gradient, ``"auto"`` also keeps ``4 * K * R`` bytes per token, ``hidden`` and ``weight``: if backward gets
-            a gradient of an output, or runs again, it makes the logits again. ``"in_forward"`` raises then.
+            a gradient of an output, or runs again, it recomputes the logits. ``"in_forward"`` raises then.
         sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, and ``labels``
             are of all tokens; needs a group.
         chunk_size: tokens per chunk, at most 2**20, or the bytes of a chunk's logits as ``"256MiB"`` or ``"0.5GB"``, or
             ``"auto"``.
         keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
             ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
-            overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in forward.
+            overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in the forward pass.
         logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
             is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
         outputs: as in :func:`vocab_parallel_cross_entropy`.
@@ -179,7 +178,7 @@ def linear_token_log_probs(
 ) -> TensorOrOutputs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
-    Backward computes the logits again and the gradients of all outputs together.
+    Backward recomputes the logits, and computes the gradients of all outputs together.
 
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 

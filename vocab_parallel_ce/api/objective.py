@@ -58,9 +58,10 @@ def linear_objective(
     ``hidden @ weight.T + bias`` is made in chunks of tokens, as in :func:`linear_cross_entropy`, once: forward calls
     ``objective`` with the log-probabilities of a chunk, and its derivatives multiply the gradient of the chunk's
     logits. So PPO, GRPO or any other objective costs the three products and the memory of a mean, where
-    :func:`linear_token_log_probs` makes the logits twice. docs/objective.md has examples.
+    :func:`linear_token_log_probs` computes the logits twice. docs/objective.md has examples.
 
-    Collectives: those of :func:`linear_cross_entropy` with gradients in forward; without gradients one all_gather.
+    Collectives: those of :func:`linear_cross_entropy` with gradients in the forward pass; without gradients one
+    all_gather.
 
     Args:
         hidden, weight, labels: as in :func:`linear_cross_entropy`; the products are bf16 or fp32.

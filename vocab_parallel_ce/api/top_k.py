@@ -1,6 +1,6 @@
 """The most probable tokens of sharded logits, with their log-probabilities of the whole vocabulary.
 
-Each rank finds the k largest logits of its columns, and the sum of its exponentials. They travel together:
+Each rank finds the k largest logits of its columns, and the sum of its exponentials. They are communicated together:
 
     sum [N], x [N, k] of the arithmetic's dtype, ids [N, k] int32 -- packed, all_gather --> the same of every rank
 

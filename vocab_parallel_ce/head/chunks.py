@@ -125,7 +125,7 @@ def kept_rows(keep_logits: str, chunks: Sequence[slice], token_bytes: int) -> in
 
 
 def parts_of(n_tokens: int, n_ranks: int) -> list[slice]:
-    """Return the rows of a chunk's parts. The statistics of one travel while kernels read the other."""
+    """Return the rows of a chunk's parts. The statistics of one are communicated while kernels read the other."""
     half = -(-n_tokens // (2 * MULTIPLE)) * MULTIPLE
     if n_ranks == 1 or half >= n_tokens:
         return [slice(0, n_tokens)]

@@ -1,4 +1,4 @@
-"""Unreduced losses whose grad_output is known in forward, except one factor.
+"""Unreduced losses whose grad_output is known in the forward pass, except one factor.
 
 Forward computes the gradients with the ``expected`` grad_output. Backward finds the factor between it and the real one
 on the device, without waiting for it. If the two differ by more than one factor, the gradients become NaN, and a later

@@ -210,7 +210,7 @@ def make_head_plan(
     """Choose what runs for checked arguments and products of ``dtype``."""
     (hidden, *_), (_, n_ranks) = arguments.head, position
     logits_dtype, gradient = head.logits_dtype or dtype, gradient_of(settings, head, dtype)
-    # If "auto" computes the gradient of the loss in forward, an output may still get one: only backward knows.
+    # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
     plan = _plan_of_logits(loss, arguments, settings, position, (dtype, logits_dtype), gradient, recomputes)
     keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")

@@ -1,7 +1,7 @@
 """The path of a call over hidden states: its autograd Function. ``loops`` has the loops over chunks.
 
-A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K R
-bytes per token on each rank, and compute the logits again in backward, except kept ones, with grad_output in the one
+A reduced loss of bf16 or fp32 computes its gradients in the forward pass, with three products in all. Others keep 4 K R
+bytes per token on each rank, and recompute the logits in backward, except kept ones, with grad_output in the one
 rounding.
 
 A reduced loss with outputs that have a gradient does the first, and keeps what the second needs. If backward gets a
@@ -89,7 +89,7 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
             local, kept, wanted = Head(*saved[:3]), saved[4], ctx.needs_input_grad[:3]
             linear, n = in_backward(linear, divisor=saved[3]), 5 + len(plan.launchers.widths)
             if kept is not None:
-                # A later backward makes the logits again. Of ``data``, autograd counts no versions.
+                # A later backward recomputes the logits. Of ``data``, autograd counts no versions.
                 kept, ctx.has_overwritten = None if ctx.has_overwritten else kept.data, True
             gradients = loops.backward(linear, local, ctx.kind(*saved[n:]), saved[5:n], wanted, grads, kept)
     d_hidden, d_weight, d_bias = gradients

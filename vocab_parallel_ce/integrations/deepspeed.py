@@ -35,7 +35,7 @@ LEFT = {
     "backend='liger'": "it names Liger's kernel, for equal shards",
     "log-probabilities of V or V / R ids per position": "this package takes them for one-hot labels",
     "a KL divergence with a gradient of the teacher": "this package has none",
-    "chunked_cross_entropy": "it is of whole logits; call this package's loss",
+    "chunked_cross_entropy": "it is of unsharded logits; call this package's loss",
 }
 
 
@@ -117,7 +117,7 @@ def vocab_parallel_linear_cross_entropy(
 
     The logits of 16-bit products stay fp32, as DeepSpeed's do on GPUs. The gradient of ``weight`` is summed in fp32 and
     rounded once; that of ``hidden`` is the sum over the ranks. A mean or a sum of bf16 and fp32 computes the gradients
-    in forward: three matmuls instead of four.
+    in the forward pass: three matmuls instead of four.
 
     Raises:
         ValueError: as :func:`vocab_parallel_cross_entropy`.

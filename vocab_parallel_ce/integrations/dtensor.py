@@ -54,7 +54,7 @@ def cross_entropy(
     memory; ask for it if nothing else reads the logits.
 
     Collectives: those of :func:`vocab_parallel_ce.vocab_parallel_cross_entropy`, over the vocabulary's dimension of
-    the mesh: one all_gather in forward, none in backward.
+    the mesh: one all_gather in the forward pass, none in backward.
 
     Args:
         logits: ``[..., V]``, of a dtype of that function.
@@ -126,7 +126,7 @@ def token_log_probs(
 
     Overwrites: nothing, by default, as :func:`cross_entropy`.
 
-    Collectives: as :func:`vocab_parallel_ce.token_log_probs`: one all_gather in forward, none in backward.
+    Collectives: as :func:`vocab_parallel_ce.token_log_probs`: one all_gather in the forward pass, none in backward.
 
     Args:
         logits, labels: as in :func:`cross_entropy`.

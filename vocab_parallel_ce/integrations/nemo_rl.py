@@ -56,7 +56,7 @@ class DistributedLogprobWithSampling:
         """Return ``[...]`` fp32 log-probabilities of ``target [...]`` among the logits that a sampler keeps.
 
         ``top_k`` first, then the nucleus ``top_p`` of what it leaves. A target that they drop has ``-inf``. Overwrites
-        nothing; backward writes the gradient into a new tensor. No logits travel.
+        nothing; backward writes the gradient into a new tensor. No logits are communicated.
 
         Collectives: those of ``sampling_threshold``, and one all_gather of 12 bytes per token; none in backward.
 

@@ -100,7 +100,7 @@ def installed(**options: Any) -> Iterator[Report]:
 def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
     """Compute torchtitan's summed loss, as its function of this name, without copies of the logits in fp32.
 
-    Collectives: with a cut vocabulary one all_gather in forward, where torchtitan has three all_reduces.
+    Collectives: with a cut vocabulary one all_gather in the forward pass, where torchtitan has three all_reduces.
 
     Args:
         pred: ``[B, L, C]`` logits: plain, of this rank's columns under the backend ``"spmd_types"``, or a DTensor.

@@ -47,7 +47,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return ``[...]`` fp32 log-probabilities for ``logits [..., C]``, this rank's shard of Megatron's vocabulary.
 
-    Overwrites nothing; verl's overwrites fp32 logits in forward. Padded columns count, as they do there.
+    Overwrites nothing; verl's overwrites fp32 logits in the forward pass. Padded columns count, as they do there.
 
     Collectives: one all_gather of 12 bytes per token over the tensor-parallel group; verl's has three all_reduces.
     """

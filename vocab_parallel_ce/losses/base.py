@@ -117,7 +117,7 @@ class Loss:
     Stats: Any  # the record of all statistics, each ``[N]``
 
     def exchanges(self, options: Any) -> tuple[tuple[str, ...], ...]:
-        """Return for each exchange the names of what travels, in the order in which they are packed."""
+        """Return for each exchange the names of what is communicated, in the order in which they are packed."""
         raise NotImplementedError
 
     def tile(self, x: Tensor, targets: Any, shard: VocabShard, options: Any) -> Any:

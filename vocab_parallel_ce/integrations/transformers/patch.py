@@ -81,7 +81,7 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
 
     Raises:
         TypeError: target is neither a model nor a class of models; an option has another name.
-        ValueError: the forward of a target asked for by name cannot be replaced.
+        ValueError: the forward of a target passed explicitly cannot be replaced.
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")

@@ -14,7 +14,7 @@ def shard_lm_head(model: Any, mesh: Any) -> Any:
     """Cut the output head of a model, and the embedding tied to it, over the ranks of a mesh.
 
     Every rank holds the whole model and calls this. Each keeps ``ceil(V / R)`` rows of the head, as a DTensor
-    ``Shard(0)``; they come from the mesh's first rank. The head still returns whole logits. After
+    ``Shard(0)``; they come from the mesh's first rank. The head still returns unsharded logits. After
     :func:`install`, the loss needs none. All ranks of the mesh must train on the same tokens.
 
     Call it before you make the optimizer: the head's parameters are new ones. DTensors and plain parameters need
