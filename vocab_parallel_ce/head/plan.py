@@ -39,6 +39,7 @@ from vocab_parallel_ce.plan import (
 from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.targets import (
     Head,
+    HeadStates,
     Tokens,
     are_local,
     check,
@@ -248,8 +249,9 @@ def _bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
     """Return the bytes of a chunk for each token and column, a teacher's logits included, and of an element of the
     weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
     """
-    weight, teacher = arguments.head.weight, getattr(arguments.targets, "weight", None)
-    logit_bytes = element_size + (0 if teacher is None else teacher.dtype.itemsize)
+    weight = arguments.head.weight
+    of_others = (states.dtype.itemsize for _, states, role in passed(arguments.targets) if isinstance(role, HeadStates))
+    logit_bytes = element_size + sum(of_others)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return logit_bytes, 0
     stays_fp32 = arguments.main_grad is not None or arguments.expected_grad_output is not None
