@@ -22,7 +22,7 @@ from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import ROLES, Grid, HeadStates, RowIds, RowNumbers, passed
+from vocab_parallel_ce.targets import ROLES, Columns, Grid, HeadStates, RowIds, RowNumbers, passed
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
@@ -52,6 +52,19 @@ class _Call:
                 raise ERRORS.get(name, RuntimeError)(who + what + message)
         for subject in dict.fromkeys(subject for report in reports for subject in report["facts"]):  # the call first
             _compare(subject, [report["facts"].get(subject) for report in reports])
+        return reports
+
+    def exchange_shards(
+        self, facts: dict[str, Any], name: str, tensor: Tensor, shard: VocabShard, vocab_size: Any, **others: Any
+    ) -> list[dict[str, Any]]:
+        """Return the reports of all ranks as :meth:`exchange` does. Raise the same ValueError unless shards fit.
+
+        ``tensor`` is sharded: without a ``vocab_size``, it may not be equal on all ranks.
+        """
+        columns = _sampled(tensor) if vocab_size is None else None
+        reports = self.exchange(facts, shard=shard, columns=columns, **others)
+        _compare_shards([report["shard"] for report in reports])
+        _check_not_whole(name, [report["columns"] for report in reports])
         return reports
 
 
@@ -174,15 +187,17 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     if is_valid is not None and is_valid.dim() == first.dim():  # k ids of each token
         is_valid = is_valid.any(dim=-1)
     sharded = "weight" if "weight" in tensors else name
-    reports = call.exchange(
+    reports = call.exchange_shards(
         facts,
-        shard=shard,
+        sharded,
+        tensors[sharded],
+        shard,
+        options["vocab_size"],
         ids={each: _checksum(values) for each, values in ids.items()},
         hidden={each: _fingerprint(value, is_valid) for each, value in states.items()},
-        columns=_sampled(tensors[sharded]) if options["vocab_size"] is None else None,
+        unsharded=_unsharded(targets, shard),
     )
-    _compare_shards([report["shard"] for report in reports])
-    _check_not_whole(sharded, [report["columns"] for report in reports])
+    _compare_unsharded([report["unsharded"] for report in reports])
     for each, values in ids.items():
         if len({report["ids"][each] for report in reports}) > 1:
             by_rank = torch.stack(all_gather_objects(values.cpu(), call.group, call.device))
@@ -190,6 +205,18 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
             _compare(f"{each}{position}", [ids_of_rank[tuple(position)].item() for ids_of_rank in by_rank])
     for each in states:
         _compare_hidden(each, [report["hidden"][each] for report in reports])
+
+
+def _unsharded(targets: Any, shard: VocabShard) -> dict[str, str]:
+    """Return what to compare of targets of all columns, which others may have of their own columns alone."""
+    found = ((name, target) for name, target, role in passed(targets) if isinstance(role, Columns))
+    return {name: shown(target) for name, target in found if len(target) == shard.vocab_size}
+
+
+def _compare_unsharded(by_rank: Sequence[dict[str, str]]) -> None:
+    for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+        usual = next(of_rank[name] for of_rank in by_rank if name in of_rank)
+        _compare(name, [of_rank.get(name, usual) for of_rank in by_rank])
 
 
 def _presence(tensor: Tensor | None) -> str:
@@ -200,6 +227,13 @@ def compare_arguments(name: str, **arguments: Any) -> None:
     """Raise the same ValueError on every rank unless the arguments of the pending call ``name`` are equal."""
     if (call := _pending_call()) is not None:
         call.exchange({"call": name, **arguments})
+
+
+def compare_logits(name: str, logits: Tensor, shard: VocabShard, vocab_size: Any, **arguments: Any) -> None:
+    """Raise the same ValueError on every rank unless logits, shards and arguments of the pending call fit together."""
+    if (call := _pending_call()) is not None:
+        facts = {"call": name, "logits.shape[:-1]": tuple(logits.shape[:-1]), "logits.dtype": logits.dtype, **arguments}
+        call.exchange_shards(facts, "logits", logits, shard, vocab_size)
 
 
 def shown(values: Tensor) -> str:

@@ -1,5 +1,7 @@
 """The most probable tokens of sharded logits: ids, log-probabilities, ties, what travels."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -98,16 +100,26 @@ def _teacher_and_verified(rank, group):
     loss = vp.distillation_loss(torch.zeros(TOKENS, COLUMNS), vp.TopKTeacher(*vp.top_k(own, 3, **on), "bucket"))
     with vp.verify_calls():
         same = vp.top_k(own, 3, **on)
-        return loss, same, error_of(lambda: vp.top_k(own, 3 + rank, **on))
+        errors = [error_of(lambda: vp.top_k(own, 3 + rank, **on))]
+        overlapping = {"vocab_size": vp.VocabShard(0, width, COLUMNS)}
+        for find in (partial(vp.top_k, k=3, group=group), partial(vp.sampling_threshold, top_k=3, group=group)):
+            errors += [error_of(find, logits_of()), error_of(partial(find, **overlapping), logits_of()[:, :width])]
+        return loss, same, errors
 
 
 @in_ranks((2,), (), ())
 def test_it_makes_a_teacher_and_is_verified(rank_pool, impl):
     whole = vp.TopKTeacher(*expected(logits_of(), 3), "bucket")
     truth = vp.distillation_loss(torch.zeros(TOKENS, COLUMNS), whole)
-    for loss, same, error in rank_pool.run(_teacher_and_verified):
+    refused = [
+        "logits: expected other columns on each rank",
+        "vocab_size: shards must have every column of [0, 21)",
+    ] * 2
+    for loss, same, errors in rank_pool.run(_teacher_and_verified):
         torch.testing.assert_close(loss, truth)
-        assert torch.equal(same[0], whole.ids) and error == "ValueError: k: rank 1 of 2 has 4, rank 0 has 3"
+        assert torch.equal(same[0], whole.ids)
+        for error, start in zip(errors, ["k: rank 1 of 2 has 4, rank 0 has 3", *refused], strict=True):
+            assert error and error.startswith(f"ValueError: {start}"), error
 
 
 @pytest.mark.reference

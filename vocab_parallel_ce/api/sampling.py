@@ -99,15 +99,8 @@ def sampling_threshold(
     settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)
     options = loss_options(settings, shard.vocab_size)
     if verify.open_calls:
-        verify.compare_arguments(
-            "sampling_threshold",
-            shape=tuple(logits.shape[:-1]),
-            dtype=logits.dtype,
-            top_k=k,
-            top_p=float(top_p),
-            options=options,
-            temperature=row_temperature,
-        )
+        arguments = {"top_k": k, "top_p": float(top_p), "options": options, "temperature": row_temperature}
+        verify.compare_logits("sampling_threshold", logits, shard, vocab_size, **arguments)
     if k is not None and k >= shard.vocab_size:
         k = None
     width = -(-shard.vocab_size // group_position(group)[1])

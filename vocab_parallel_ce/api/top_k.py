@@ -72,8 +72,7 @@ def top_k(
     if k > shard.vocab_size:
         raise ValueError(f"k: must be at most the vocab_size {shard.vocab_size}, got {k}")
     if verify.open_calls:
-        shape, dtype = tuple(logits.shape[:-1]), logits.dtype
-        verify.compare_arguments("top_k", shape=shape, dtype=dtype, k=k, temperature=float(temperature))
+        verify.compare_logits("top_k", logits, shard, vocab_size, k=k, temperature=float(temperature))
     with torch.no_grad():
         ids, log_probs = _top_k(rows, k, shard, float(temperature), gather)
     return ids.view(*logits.shape[:-1], k), log_probs.view(*logits.shape[:-1], k)
