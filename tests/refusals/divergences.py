@@ -23,7 +23,7 @@ OF_LOGITS: list[Row] = [
     ({"teacher": TEACHER[:, :4], "vocab_size": 5}, ValueError, "teacher: last dimension"),
     ({"teacher": TEACHER[:, :4], "vocab_size": SHARD}, ValueError, "teacher: last dimension must give"),
     ({"teacher": Head(STUDENT, STUDENT)}, TypeError, "teacher: expected logits or a TopKTeacher, got a Head"),
-    ({"teacher": (LABELS, STUDENT)}, TypeError, "teacher: expected a torch.Tensor"),
+    ({"teacher": (LABELS, STUDENT)}, TypeError, r"teacher: .* got a tuple; pass TopKTeacher\(ids, log_probs\)"),
     ({"student_logits": [1.0]}, TypeError, "student_logits: expected a torch.Tensor, got list"),
     ({"vocab_size": 7}, ValueError, "student_logits: last dimension must be"),
     ({"divergence": "kl"}, ValueError, "divergence: "),

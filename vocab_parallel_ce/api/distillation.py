@@ -114,8 +114,9 @@ def distillation_loss(
     if isinstance(teacher, TopKTeacher):
         targets, settings = targets_of(teacher, labels, student_logits, "student_logits", settings)
         return over_logits(TOP_K, student_logits, targets, settings, group=group, num_items=num_items).loss
-    if isinstance(teacher, Head):
-        raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
+    if isinstance(teacher, tuple):
+        remedy = "call linear_distillation_loss" if isinstance(teacher, Head) else "pass TopKTeacher(ids, log_probs)"
+        raise TypeError(f"teacher: expected logits or a TopKTeacher, got a {type(teacher).__name__}; {remedy}")
     return over_logits(
         DIVERGENCE, student_logits, Teacher(teacher, labels), settings, group=group, num_items=num_items
     ).loss
