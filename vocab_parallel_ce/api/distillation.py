@@ -114,12 +114,16 @@ def distillation_loss(
     if isinstance(teacher, TopKTeacher):
         targets, settings = targets_of(teacher, labels, student_logits, "student_logits", settings)
         return over_logits(TOP_K, student_logits, targets, settings, group=group, num_items=num_items).loss
-    if isinstance(teacher, tuple):
-        remedy = "call linear_distillation_loss" if isinstance(teacher, Head) else "pass TopKTeacher(ids, log_probs)"
-        raise TypeError(f"teacher: expected logits or a TopKTeacher, got a {type(teacher).__name__}; {remedy}")
+    if not isinstance(teacher, Tensor):
+        raise TypeError(_no_teacher(teacher))
     return over_logits(
         DIVERGENCE, student_logits, Teacher(teacher, labels), settings, group=group, num_items=num_items
     ).loss
+
+
+def _no_teacher(teacher: object) -> str:
+    remedies = {Head: "; call linear_distillation_loss", tuple: "; pass TopKTeacher(ids, log_probs)"}
+    return f"teacher: expected logits or a TopKTeacher, got {type(teacher).__name__}{remedies.get(type(teacher), '')}"
 
 
 @public(keeps_logits)
