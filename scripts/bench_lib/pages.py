@@ -134,17 +134,20 @@ class Number(NamedTuple):
     given: str
     is_ratio: bool = False  # the time over that of a copy, in place of time and memory
 
-    def cell(self, result: Result) -> str:
-        return shown("ratio", result["ratio"]) if self.is_ratio else cost(result)
+    def parts(self, result: Result) -> list[str]:
+        return [shown("ratio", result["ratio"])] if self.is_ratio else cost(result).split(", ")
 
 
 NUMBERS = (
-    Number(
-        "Llama-3.2-1B with transformers, 4 x 2048 tokens, half of them ignored",
-        "transformers_ignored_1gpu",
-        "Llama-3.2-1B, 4 x 2048, 50% ignored",
-        ("transformers", "liger-kernel"),
-        OURS,
+    *(
+        Number(
+            f"Llama-3.2-1B with transformers, 4 x 2048 tokens, {what} ignored",
+            "transformers_ignored_1gpu",
+            f"Llama-3.2-1B, 4 x 2048, {share}% ignored",
+            ("transformers", "liger-kernel"),
+            OURS,
+        )
+        for what, share in (("none", 0), ("half", 50))
     ),
     Number(
         "Megatron-Core, 2 layers of 4096, 24576 tokens, 2 GPUs",
@@ -164,7 +167,7 @@ NUMBERS = (
         "TRL's head and a policy's loss, 8192 x 128256",
         "objective_1gpu",
         "8192 x 4096 x 128256",
-        ("TRL log-probs and objective", "liger-kernel (without entropy)"),
+        ("TRL log-probs and objective",),
         "linear, objective",
     ),
     Number(
@@ -299,13 +302,21 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
     used = {number.document: documents[number.document] for number in NUMBERS}
     require_one_commit("README", used)
     require_rounds("README", used)
-    rows, places = [], []
+    rows: list[list[str]] = []
+    places: dict[str, dict[str, None]] = {}
     for number in NUMBERS:
         results = {str(case): found for case, found in results_by_case(used[number.document]).items()}[number.case]
-        others = "; ".join(f"{name}: {number.cell(results[name])}" for name in number.without)
-        rows.append([number.what, others, f"**{number.cell(results[number.given])}**"])
-        places.append(f"{number.what.partition(',')[0]}: {place_of(used[number.document])}")
-    return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {'; '.join(places)}."
+        parts = {name: number.parts(results[name]) for name in (*number.without, number.given)}
+        best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*parts.values(), strict=True)]
+        cells = {name: ", ".join(map(bold_if_best, each, best)) for name, each in parts.items()}
+        rows.append([number.what, "; ".join(f"{name}: {cells[name]}" for name in number.without), cells[number.given]])
+        places.setdefault(place_of(used[number.document]), {})[number.what.partition(",")[0]] = None
+    said = "; ".join(f"{place}: {', '.join(names)}" for place, names in places.items())
+    return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {said}. Bold is the least."
+
+
+def bold_if_best(text: str, best: str) -> str:
+    return f"**{text}**" if text == best else text
 
 
 def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:

@@ -168,8 +168,8 @@ def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
         if other and (fastest is None or other[1] < fastest):
             cells = (shown("microseconds", us) for us in (other[1], fastest))
             rows.append(f"{case} ({other[0]} {', '.join(cells)})")
-    found = "; ".join(rows) or "none"
-    return f"Another provider's eager call is faster here, with its microseconds and this project's: {found}."
+    said = "Another provider's eager call is faster here, with its microseconds and those of this project's faster mode"
+    return f"{said}: {'; '.join(rows) or 'none'}."
 
 
 def logits_part(document: Document, commit: str | None = None) -> str:
