@@ -58,16 +58,29 @@ COMMANDS = {
     "host": "only the time of the host, of every call over logits and of heads; nothing is launched",
 }
 OF_ROWS = ("options", "losses", "host")
+
+
+def shapes(*sizes: str) -> list[str]:
+    return [word for size in sizes for word in ("--shape", size)]
+
+
 DEFAULT_PROVIDERS = {
     "few": f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel",
     "modes": ",".join((cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)),
     "memory": f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
 }
-# What one GPU measures, in the order of what README prints. A document of "rl" needs every framework.
+UNFUSED = ["--reduction", "mean", "--providers", f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}"]
+UNFUSED_SHAPES = [
+    f"{tokens}x{cases.HIDDEN_SIZE}" for tokens in ("4096x128256", "16384x128256", "8192x32064", "16384x32064")
+]
+# What one GPU measures for the pages. A document of "rl" needs every framework.
 STEPS = {
     "table": ["bench.py", "table"],
+    "ignored": ["bench_transformers.py", "--ignored"],
+    "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
+    "unfused": ["bench.py", "head", *UNFUSED, *shapes(*UNFUSED_SHAPES)],
     "transformers": ["bench_transformers.py"],
     "compile": ["bench.py", "compile"],
     "losses": ["bench.py", "losses"],
@@ -75,6 +88,17 @@ STEPS = {
     "options": ["bench.py", "options"],
     "few": ["bench.py", "few", "--graphs", "all"],
     "rl": ["bench.py", "rl"],
+}
+# What several do, README's first.
+STEPS_OF_SEVERAL = {
+    "table": ["bench.py", "table"],
+    "megatron": ["bench_megatron.py"],
+    "frameworks": ["bench.py", "frameworks", *shapes("8192x128256", "16384x128256")],
+    "objective": ["bench.py", "objective"],
+    "head": ["bench.py", "head"],
+    "unfused": ["bench.py", "head", *UNFUSED],
+    "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096")],
+    "options": ["bench.py", "options", *shapes("4096x128256")],
 }
 
 
@@ -93,8 +117,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         made[name].add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
     for name in OF_ROWS:
         made[name].add_argument("--baseline", type=Path, metavar="DIR", help="another checkout, for the same calls")
-    page = commands.add_parser("page", help="measures all that the pages print of one GPU, at one commit")
-    page.add_argument("steps", nargs="*", help=f"only these, of {', '.join(STEPS)}")
+    page = commands.add_parser("page", help="measures what the pages print of some GPUs, at one commit")
+    of_several = ", ".join(STEPS_OF_SEVERAL)
+    page.add_argument("steps", nargs="*", help=f"only these, of {', '.join(STEPS)}; of several GPUs {of_several}")
+    page.add_argument("--gpus", type=int, default=1, help="of this host, a rank on each")
     page.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="the folder of the documents")
     page.add_argument("--rounds", type=int, default=10)
     page.add_argument("--minutes", type=float, default=9, help="end after so many, and name the steps that are left")
@@ -196,19 +222,22 @@ def measure_command(options: argparse.Namespace) -> int:
 
 def page_command(options: argparse.Namespace) -> int:
     """Measure each step in a process of its own, all at one commit. A document is copied when its step has ended."""
-    unknown = set(options.steps) - STEPS.keys()
+    steps = STEPS if options.gpus == 1 else STEPS_OF_SEVERAL
+    unknown = set(options.steps) - steps.keys()
     if unknown:
-        raise SystemExit(f"page: expected some of {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
+        raise SystemExit(f"page: expected some of {', '.join(steps)}, got {', '.join(sorted(unknown))}")
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+    launcher = [sys.executable, *(ranks if options.gpus > 1 else ())]
     commit, ends, left = host_description()["commit"], time.monotonic() + 60 * options.minutes, []
     scripts = Path(__file__).parent
     environment = os.environ | {"VPCE_COMMIT": commit or "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     with tempfile.TemporaryDirectory() as folder:
-        for step in options.steps or STEPS:
-            began, name = time.monotonic(), f"{name_of(step, 1)}.json"
+        for step in options.steps or steps:
+            began, name = time.monotonic(), f"{name_of(step, options.gpus)}.json"
             path = Path(folder) / name
-            words = [sys.executable, str(scripts / STEPS[step][0]), *STEPS[step][1:], "--rounds", str(options.rounds)]
+            words = [*launcher, str(scripts / steps[step][0]), *steps[step][1:], "--rounds", str(options.rounds)]
             said = ended([*words, "--json", str(path)], environment, ends - began)
-            if said is None and step == "rl" and read_document(path)["absent"]:
+            if said is None and step == "rl" and read_document(path, options.gpus)["absent"]:
                 said = "not every framework is installed"
             if said is None:
                 options.out.mkdir(parents=True, exist_ok=True)

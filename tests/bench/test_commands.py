@@ -130,6 +130,7 @@ def test_a_page_has_documents_of_steps_that_ended(tmp_path, capsys, monkeypatch)
         if seconds <= 0 or "compile" in words:
             return "no GPU"
         assert environment["VPCE_COMMIT"] == "abcdef0"
+        assert ("torch.distributed.run" in words) == words[-1].endswith("_2gpu.json")
         documents.write_document(document() | {"absent": {"verl": "not installed"}}, Path(words[-1]))
         return None
 
@@ -140,6 +141,8 @@ def test_a_page_has_documents_of_steps_that_ended(tmp_path, capsys, monkeypatch)
     assert {path.stem for path in tmp_path.iterdir()} == expected
     said = capsys.readouterr().out
     assert said.endswith("left: compile rl\n") and "no GPU" in said and "not every framework is installed" in said
+    assert bench.main(["page", "--gpus", "2", "--out", str(tmp_path)]) == 0
+    assert {documents.name_of(step, 2) for step in bench.STEPS_OF_SEVERAL} <= {path.stem for path in tmp_path.iterdir()}
     assert bench.main(["page", "losses", "--minutes", "0", "--out", str(tmp_path)]) == 1
     with pytest.raises(SystemExit, match="page: expected some of table, .*got nothing"):
         bench.main(["page", "nothing"])
