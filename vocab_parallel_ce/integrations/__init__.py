@@ -57,7 +57,8 @@ class Report(NamedTuple):
         if not self.installed:
             return f"{self.framework}: not installed"
         calls = [f"{event}: {number}" for event, number in self.calls.items()]
-        left = [f"{what if ' ' in what else what.rpartition('.')[2]}: {why}" for what, why in self.left.items()]
+        short = {what: what.partition(":")[2] or what.rpartition(".")[2] for what in self.left if " " not in what}
+        left = [f"{short.get(what, what)}: {why}" for what, why in self.left.items()]
         parts = {"computed by this package": self.rebound, "left to the framework": left, "calls so far": calls}
         lines = [f"{self.framework}: installed"]
         for part, each in parts.items():

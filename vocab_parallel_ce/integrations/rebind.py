@@ -81,7 +81,7 @@ class Switch:
                 each = self._looked_up(target, stand_in)
                 names[each.holders[0]] = each  # once, if a class has two names
             except ImportError as error:
-                left[target] = f"{type(error).__name__}: {error}"
+                left[target] = str(error)
         if not names:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
@@ -157,8 +157,9 @@ class Switch:
         old = None if owner is None else vars(owner).get(name)
         if isinstance(stand_in, Around):
             if old is None:
-                error = ImportError if stand_in.optional else ValueError
-                raise error(f"{module}.{path}: expected that of {self.version}, got no such name")
+                if stand_in.optional:
+                    raise ImportError("this version has no such name")
+                raise ValueError(f"{module}.{path}: expected that of {self.version}, got no such name")
             return Rebound(target, old, stand_in.make(old), [(owner, name)])
         expected = _parameters(stand_in)
         got = None if old is None else _parameters(old)
