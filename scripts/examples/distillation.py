@@ -137,6 +137,8 @@ def main() -> None:
             dist.barrier(ranks.group)
         text = TokenIds(*(part.to(ranks.device) for part in load_token_ids(CACHE, VOCABULARY, CHARACTERS, False)))
         runs = compare(words.steps, text, ranks.group, linear=words.linear)
+    if ranks.is_first:
+        print("training losses (distilled: divergences), then cross-entropy of held-out text:", flush=True)
     for name, run in runs.items() if ranks.is_first else ():
         curve, end = run.losses[:: max(1, words.steps // 10)], [*run.held_out.values()][-1]
         print(f"{name:21}", *(f"{loss:.3f}" for loss in curve), f"held out {end:.3f}", flush=True)

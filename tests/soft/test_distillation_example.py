@@ -87,5 +87,6 @@ def test_the_program_writes_and_draws_its_curves(cache, tmp_path, monkeypatch, c
     assert (
         len(document["student, distilled"]["losses"]) == 2 and document["linear"] and path.with_suffix(".png").exists()
     )
-    lines = capsys.readouterr().out.splitlines()
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("training losses (distilled: divergences)")
     assert all(line.startswith(name) for line, name in zip(lines, NAMES, strict=True))
