@@ -97,7 +97,7 @@ STEPS_OF_SEVERAL = {
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
     "unfused": ["bench.py", "head", *UNFUSED],
-    "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096")],
+    "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096", "16384x128256x4096")],
     "options": ["bench.py", "options", *shapes("4096x128256")],
 }
 
@@ -117,7 +117,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         made[name].add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
     for name in OF_ROWS:
         made[name].add_argument("--baseline", type=Path, metavar="DIR", help="another checkout, for the same calls")
-    page = commands.add_parser("page", help="measures what the pages print of some GPUs, at one commit")
+    page = commands.add_parser("page", help="measures most of what the pages print of some GPUs, at one commit")
     of_several = ", ".join(STEPS_OF_SEVERAL)
     page.add_argument("steps", nargs="*", help=f"only these, of {', '.join(STEPS)}; of several GPUs {of_several}")
     page.add_argument("--gpus", type=int, default=1, help="of this host, a rank on each")
@@ -256,11 +256,14 @@ def ended(words: list[str], environment: dict[str, str], seconds: float) -> str 
     """Run a command. Return the last lines that it wrote if it failed or took too long, otherwise None."""
     if seconds <= 0:
         return "no time is left"
-    try:
-        done = subprocess.run(words, env=environment, timeout=seconds, capture_output=True, text=True)
-    except subprocess.TimeoutExpired:
-        return "it took too long"
-    return None if done.returncode == 0 else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+    to_one, stream = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(words, env=environment, text=True, stdout=to_one, stderr=stream) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks, which a kill would leave on the GPUs
+            return "it took too long"
+    return None if process.returncode == 0 else "\n".join(said.splitlines()[-5:])
 
 
 def report_command(options: argparse.Namespace) -> int:

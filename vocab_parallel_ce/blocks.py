@@ -19,7 +19,7 @@ Table = tuple[tuple[int, int, int], ...]
 
 # (row bytes up to, warps, vectors per thread). The best of 4, 8, 16 warps and 1, 2, 4 vectors for bf16 rows of 8 K
 # to 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads needs
-# fewer warps than one that also writes. The times are in docs/performance.md.
+# fewer warps than one that also writes. docs/measurements.md has what was tried.
 READ_PAIRS = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 1))  # kernels that read a row of two tensors
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.

@@ -42,8 +42,8 @@ class Refusals(NamedTuple):
 
 REFUSALS = Refusals(
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
-    "it on; to run backward again, pass retain_graph=True to the first with gradient='auto', or ask for "
-    "gradient='out_of_place' (TransformerEngine's overwrite_input=False)",
+    "it on; to run backward again, pass retain_graph=True to the first, with gradient='auto' or 'out_of_place' "
+    "(TransformerEngine's overwrite_input=False)",
     "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
     "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there",
 )

@@ -90,7 +90,8 @@ class RowIds(Role):
         checks.check_labels(target, tokens.tensor, tokens.subject)
         if target.shape != tokens.shape:
             remedy = f"; {checks.NOT_ONE_HOT}" if target.dim() == len(tokens.shape) + 1 else ""
-            if target.dim() > 1 and target.shape == tokens.tensor.shape[:1] + tokens.tensor.shape[2:]:
+            is_of_logits = tokens.subject != "hidden" and target.dim() > 1
+            if is_of_logits and target.shape == tokens.tensor.shape[:1] + tokens.tensor.shape[2:]:
                 remedy = f"; the vocabulary is the last dimension: pass {tokens.subject}.movedim(1, -1)"
             expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")

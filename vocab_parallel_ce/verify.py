@@ -208,9 +208,12 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
 
 
 def _unsharded(targets: Any, shard: VocabShard) -> dict[str, str]:
-    """Return what to compare of targets of all columns, which others may have of their own columns alone."""
-    found = ((name, target) for name, target, role in passed(targets) if isinstance(role, Columns))
-    return {name: shown(target) for name, target in found if len(target) == shard.vocab_size}
+    """Return what to compare of targets of all columns, which others may have of their own columns alone.
+
+    As fp32 without a negative zero: ranks may have other dtypes. A rank without columns has those of padding.
+    """
+    found = ((name, target) for name, target, role in passed(targets) if isinstance(role, Columns) and shard.n_valid)
+    return {name: shown(target.float() + 0.0) for name, target in found if len(target) == shard.vocab_size}
 
 
 def _compare_unsharded(by_rank: Sequence[dict[str, str]]) -> None:

@@ -66,10 +66,9 @@ def gpus(count: int) -> str:
     return f"{count} GPU{'s' * (count > 1)}"
 
 
-def row_name(case: Case, provider: str, count: int | None = None) -> str:
-    """A case of this project, and the number of GPUs if it is given."""
-    of_gpus = "" if count is None else f", {gpus(count)}"
-    return f"{case}{of_gpus}{', in_forward' * (provider == IN_FORWARD)}"
+def row_name(case: Case, provider: str) -> str:
+    """A case of this project, and the number of GPUs."""
+    return f"{case}, {gpus(case.ranks)}{', in_forward' * (provider == IN_FORWARD)}"
 
 
 def one_line(reason: str) -> str:
@@ -126,7 +125,9 @@ def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
 
 def notes(document: Document) -> str:
     """Who waits for the device, who was refused and why, and who was absent; the document says why."""
-    said = [("absent", name) for name, reason in document["absent"].items() if not reason.startswith("needs ")]
+    timed = {result["provider"] for result in document["results"] if is_timed(result)}
+    absent = {name for name, reason in document["absent"].items() if not reason.startswith("needs ")} - timed
+    said = [("absent", name) for name in document["absent"] if name in absent]
     for result in document["results"]:
         name = result["provider"]
         if not is_timed(result) and not is_ours(name):
@@ -220,7 +221,7 @@ def options_part(documents: Sequence[Document], commit: str | None = None) -> st
     names = dict.fromkeys(name for results in columns.values() for name in results)
     rows = []
     for name in names:
-        if "return_metrics" in name:  # an option that is gone
+        if "return_metrics" in name:  # predictions, and two outputs that are gone
             continue
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
@@ -280,7 +281,7 @@ def targets_part(documents: dict[str, Document]) -> str:
             value = number(results.get(provider), metric)
             unit = UNITS[metric].replace("copy", "matmuls" if case.is_head else "copy")
             measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
-            name = row_name(case, provider, case.ranks)
+            name = row_name(case, provider)
             rows.append([name, f"<= {bound:g} {unit}", measured, is_met([] if value is None else [value], bound)])
     losses = {name: documents[name] for name in [name_of("losses", 1)] if name in documents}
     used |= losses

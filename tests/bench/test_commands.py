@@ -152,6 +152,7 @@ def test_a_step_that_fails_or_takes_too_long_says_why():
     assert bench.ended([sys.executable, "-c", "print(1)"], os.environ, 60) is None
     assert bench.ended([sys.executable, "-c", "raise SystemExit('no GPU')"], os.environ, 60) == "no GPU"
     assert bench.ended([sys.executable, "-c", "input()"], os.environ, 0) == "no time is left"
+    assert bench.ended([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, 1) == "it took too long"
 
 
 def test_a_failed_measurement_is_an_error_and_leaves_no_finished_document(tmp_path, monkeypatch):

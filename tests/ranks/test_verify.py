@@ -198,9 +198,9 @@ def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared(rank_poo
 
 
 def _weighted(rank, group):
-    """Errors of class weights: equal, of other values on each rank, and of a rank's own columns on one."""
-    every = torch.arange(1.0, 1 + COLUMNS * group.size())
-    given = every, every + rank, every if rank else every[:COLUMNS]
+    """Errors of class weights: equal, of other values on each rank, and of another form or dtype on one."""
+    every = torch.arange(1.0, 1 + COLUMNS * group.size()) / 3
+    given = every, every + rank, every if rank else every[:COLUMNS], every.double() if rank else every
     with verify_calls():
         calls = [Arguments(rank, group).changed(options={"class_weight": weight}) for weight in given]
         return [error_of(FUNCTIONS[name], a) for name in ("loss", "linear") for a in calls]
@@ -209,8 +209,10 @@ def _weighted(rank, group):
 @in_ranks((2,), (), ())
 def test_unsharded_class_weights_are_compared(rank_pool, impl):
     for found in rank_pool.run(_weighted):
-        for equal, other, own in (found[:3], found[3:]):
-            assert equal is own is None and other.startswith("ValueError: class_weight: rank 1 of 2 has shape (20,), ")
+        for equal, other, own, exact in (found[:4], found[4:]):
+            assert equal is own is exact is None and other.startswith(
+                "ValueError: class_weight: rank 1 of 2 has shape (20,), "
+            )
 
 
 def _beside(rank, group):

@@ -27,6 +27,7 @@ OF_LOGITS: list[Row] = [
         TypeError,
         "teacher: expected logits or a TopKTeacher, got Head; call linear",
     ),
+    ({"teacher": STUDENT.topk(2)}, TypeError, r"teacher: .*; pass TopKTeacher\(ids, log_probs\)"),
     ({"teacher": (LABELS, STUDENT)}, TypeError, r"teacher: .* got tuple; pass TopKTeacher\(ids, log_probs\)"),
     ({"student_logits": [1.0]}, TypeError, "student_logits: expected a torch.Tensor, got list"),
     ({"vocab_size": 7}, ValueError, "student_logits: last dimension must be"),

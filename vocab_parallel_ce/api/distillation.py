@@ -122,8 +122,9 @@ def distillation_loss(
 
 
 def _no_teacher(teacher: object) -> str:
-    remedies = {Head: "; call linear_distillation_loss", tuple: "; pass TopKTeacher(ids, log_probs)"}
-    return f"teacher: expected logits or a TopKTeacher, got {type(teacher).__name__}{remedies.get(type(teacher), '')}"
+    remedy = "; pass TopKTeacher(ids, log_probs)" if isinstance(teacher, tuple) else ""
+    remedy = "; call linear_distillation_loss" if isinstance(teacher, Head) else remedy
+    return f"teacher: expected logits or a TopKTeacher, got {type(teacher).__name__}{remedy}"
 
 
 @public(keeps_logits)

@@ -216,7 +216,7 @@ def cross_entropy(shard: VocabShard, options: LossOptions) -> Callable[..., None
 def _table(n_ranks: int, options: LossOptions, has_row_options: bool, shard: VocabShard) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
-    By measurement (docs/performance.md). Each program merges its row's statistics first: the longer that takes, the
+    By measurement (docs/measurements.md). Each program merges its row's statistics first: the longer that takes, the
     more tiles should share it. ``has_row_options``: rows have a temperature or a threshold, which need registers.
     Padded rows were timed with small tiles alone.
     """
