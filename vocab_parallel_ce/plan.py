@@ -131,7 +131,7 @@ def plan_call(
 
 
 def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...] | None, plan: Any) -> None:
-    """Store the plan of a kind of call, unless it has no key; of more than MOST_PLANS, the last ones."""
+    """Store the plan of a kind of call, unless it has no key; forget all others at MOST_PLANS."""
     if key is None:
         return
     if len(plans) >= MOST_PLANS:

@@ -141,7 +141,7 @@ class Number(NamedTuple):
 NUMBERS = (
     *(
         Number(
-            f"Llama-3.2-1B with transformers, 4 x 2048 tokens, {what} ignored",
+            f"`transformers.install()`: Llama-3.2-1B, 4 x 2048 tokens, {what} ignored",
             "transformers_ignored_1gpu",
             f"Llama-3.2-1B, 4 x 2048, {share}% ignored",
             ("transformers", "liger-kernel"),
@@ -150,28 +150,28 @@ NUMBERS = (
         for what, share in (("none", 0), ("half", 50))
     ),
     Number(
-        "Megatron-Core, 2 layers of 4096, 24576 tokens, 2 GPUs",
+        "`megatron.install(linear=True)`: 2 layers of 4096, 24576 tokens, 2 GPUs, chunks of 4096",
         "megatron_2gpu",
         "24576 tokens",
         ("Megatron-Core", "Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss"),
         f"{OURS}, linear",
     ),
     Number(
-        "verl, log-probabilities and entropies, 8192 x 128256, 2 GPUs",
+        "`verl.install()`: Megatron engine's log-probabilities and entropies, 8192 x 128256, 2 GPUs",
         "frameworks_2gpu",
         "8192 x 128256",
         ("verl log-probs and entropy",),
         "verl log-probs and entropy, installed",
     ),
     Number(
-        "TRL's head and a policy's loss, 8192 x 128256",
+        "`linear_objective` in place of TRL's head and a policy's loss, 8192 x 128256",
         "objective_1gpu",
         "8192 x 4096 x 128256",
         ("TRL log-probs and objective",),
         "linear, objective",
     ),
     Number(
-        "Loss alone, 16384 x 128256, 2 GPUs: times a copy of the logits",
+        "`vocab_parallel_cross_entropy`, 16384 x 128256, 2 GPUs: times a memcpy of the logits",
         "bench_table_2gpu",
         "none 16384 x 128256 bf16",
         ("flash-attn", "transformer-engine (overwrite)", "megatron-core"),
@@ -310,7 +310,7 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
         best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*parts.values(), strict=True)]
         cells = {name: ", ".join(map(bold_if_best, each, best)) for name, each in parts.items()}
         rows.append([number.what, "; ".join(f"{name}: {cells[name]}" for name in number.without), cells[number.given]])
-        places.setdefault(place_of(used[number.document]), {})[number.what.partition(",")[0]] = None
+        places.setdefault(place_of(used[number.document]), {})[re.split("[:,]| in ", number.what)[0]] = None
     said = "; ".join(f"{place}: {', '.join(names)}" for place, names in places.items())
     return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {said}. Bold is the least."
 

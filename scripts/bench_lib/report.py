@@ -168,9 +168,8 @@ def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
         fastest = min((us for us in own if us is not None), default=None)
         if other and (fastest is None or other[1] < fastest):
             cells = (shown("microseconds", us) for us in (other[1], fastest))
-            rows.append(f"{case} ({other[0]} {', '.join(cells)})")
-    said = "Another provider's eager call is faster here, with its microseconds and those of this project's faster mode"
-    return f"{said}: {'; '.join(rows) or 'none'}."
+            rows.append(f"{case} ({other[0]} {' / '.join(cells)})")
+    return f"Eager calls in us, where another provider's is faster than this project's: {'; '.join(rows) or 'none'}."
 
 
 def logits_part(document: Document, commit: str | None = None) -> str:
