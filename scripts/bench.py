@@ -237,7 +237,7 @@ def page_command(options: argparse.Namespace) -> int:
             path = Path(folder) / name
             words = [*launcher, str(scripts / steps[step][0]), *steps[step][1:], "--rounds", str(options.rounds)]
             said = ended([*words, "--json", str(path)], environment, ends - began)
-            if said is None and step == "rl" and read_document(path, options.gpus)["absent"]:
+            if said is None and step == "rl" and read_document(path)["absent"]:
                 said = "not every framework is installed"
             if said is None:
                 options.out.mkdir(parents=True, exist_ok=True)
@@ -256,8 +256,9 @@ def ended(words: list[str], environment: dict[str, str], seconds: float) -> str 
     """Run a command. Return the last lines that it wrote if it failed or took too long, otherwise None."""
     if seconds <= 0:
         return "no time is left"
-    to_one, stream = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(words, env=environment, text=True, stdout=to_one, stderr=stream) as process:
+    with subprocess.Popen(
+        words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
         try:
             said, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -212,8 +212,11 @@ def _unsharded(targets: Any, shard: VocabShard) -> dict[str, str]:
 
     As fp32 without a negative zero: ranks may have other dtypes. A rank without columns has those of padding.
     """
-    found = ((name, target) for name, target, role in passed(targets) if isinstance(role, Columns) and shard.n_valid)
-    return {name: shown(target.float() + 0.0) for name, target in found if len(target) == shard.vocab_size}
+    return {
+        name: shown(target.float() + 0.0)
+        for name, target, role in passed(targets)
+        if isinstance(role, Columns) and len(target) == shard.vocab_size and shard.n_valid
+    }
 
 
 def _compare_unsharded(by_rank: Sequence[dict[str, str]]) -> None:

@@ -125,7 +125,7 @@ FRAMEWORKS = (
 
 
 class Number(NamedTuple):
-    """A row of README: others, and this package beside them."""
+    """A row of README: others, and this package beside them. It begins with the call."""
 
     what: str
     document: str
@@ -310,7 +310,8 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
         best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*parts.values(), strict=True)]
         cells = {name: ", ".join(map(bold_if_best, each, best)) for name, each in parts.items()}
         rows.append([number.what, "; ".join(f"{name}: {cells[name]}" for name in number.without), cells[number.given]])
-        places.setdefault(place_of(used[number.document]), {})[re.split("[:,]| in ", number.what)[0]] = None
+        call, _, _ = number.what.removeprefix("`").partition("`")
+        places.setdefault(place_of(used[number.document]), {})[f"`{call}`"] = None
     said = "; ".join(f"{place}: {', '.join(names)}" for place, names in places.items())
     return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {said}. Bold is the least."
 

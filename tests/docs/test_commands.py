@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.docs.markdown import PAGES, ROOT
+from tests.docs.markdown import PAGES, ROOT, without_code
 from vocab_parallel_ce.__main__ import main as command_line
 
 pytestmark = pytest.mark.reference
@@ -24,9 +24,8 @@ EXTRAS = set(re.findall(r"^(\w+) = \[", EXTRAS.partition("\n\n")[0], flags=re.MU
 def commands_of(text):
     """The commands of a page's ``bash`` blocks and of its prose, without ``torchrun``'s own arguments."""
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
-    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_code(text))]
     variables = dict(re.fullmatch(r'(\w+)="(.+)"', line).groups() for line in lines if re.fullmatch(r'\w+=".+"', line))
     for line in lines:
         if COMMAND.fullmatch(line):

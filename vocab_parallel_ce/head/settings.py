@@ -51,7 +51,7 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
 
 
 def check_keeps(head: HeadSettings, gradient: str) -> None:
-    """Check that a backward which is passed explicitly reads logits if they are kept."""
+    """Check that an explicit mode reads logits in backward if they are kept."""
     if head.keep_logits != "none" and gradient == "in_forward":
         raise ValueError(
             "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
