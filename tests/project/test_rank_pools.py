@@ -70,5 +70,6 @@ def test_collectives_are_counted_with_their_group_and_bytes(rank_pool):
 
 def test_the_pool_of_a_test_is_in_its_name():
     """All of NCCL are one."""
-    pools = {"y[gloo-4-reference-mean]": "gloo-4", "y[nccl-4-triton]": "nccl", "gloo-2[mean]": None, "y": None}
+    pools = {"y[gloo-4-reference-mean]": "gloo-4", "y[nccl-4-triton]": "nccl", "y[mean-nccl-2-triton]": "nccl"}
+    pools |= {"gloo-2[mean]": None, "y": None}
     assert {name: pool_of_test(f"tests/test_x.py::test_{name}") for name in pools} == pools

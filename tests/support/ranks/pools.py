@@ -192,11 +192,11 @@ in_four_ranks = in_ranks((4,), (), (4,))
 
 
 def pool_of_test(name: str) -> str | None:
-    """Which tests share a worker, from a test's name ``test_x[gloo-2-...]``: those of one pool.
+    """Which tests share a worker, from a test's name ``test_x[...gloo-2-...]``: those of one pool.
 
     All NCCL pools are one: two of them on the same GPUs at once would wait for each other.
     """
-    match = re.search(r"\[(?:(gloo-\d+)|(nccl)-\d+)", name)
+    match = re.search(r"[\[-](?:(gloo-\d+)|(nccl)-\d+)", name)
     return match and (match[1] or match[2])
 
 
