@@ -253,18 +253,16 @@ def page_command(options: argparse.Namespace) -> int:
 
 
 def ended(words: list[str], environment: dict[str, str], seconds: float) -> str | None:
-    """Run a command. Return the last lines that it wrote if it failed or took too long, otherwise None."""
+    """Run a command, which writes where this one does. Return why it did not end well, otherwise None."""
     if seconds <= 0:
         return "no time is left"
-    with subprocess.Popen(
-        words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
+    with subprocess.Popen(words, env=environment) as process:
         try:
-            said, _ = process.communicate(timeout=seconds)
+            code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its ranks, which a kill would leave on the GPUs
             return "it took too long"
-    return None if process.returncode == 0 else "\n".join(said.splitlines()[-5:])
+    return None if code == 0 else f"exit status {code}"
 
 
 def report_command(options: argparse.Namespace) -> int:

@@ -5,8 +5,10 @@ A measurement is handed a :class:`DeviceTimer`, so that a test can hand it anoth
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -235,7 +237,11 @@ class Ranks(NamedTuple):
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that ``torchrun`` started, one per GPU, and their process group while this lasts."""
+    """The ranks that ``torchrun`` started, one per GPU, and their process group while this lasts.
+
+    A process that is terminated, since it waits for ever, writes where it was.
+    """
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # NCCL guards against several graphs that run at once, of which there are none here, with launches of its
     # own: 13 to 30 us in every graph. It reads this when the group is made.
