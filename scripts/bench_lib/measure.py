@@ -6,11 +6,12 @@ yardstick and its check.
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -259,7 +260,8 @@ def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer,
     """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
     if "torch._dynamo" in sys.modules:  # nothing is compiled before it is imported, which takes seconds
         torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
-    found = {provider.name: attempt(subject, provider, timer) for provider in providers}
+    with only_new_garbage(timer):
+        found = {provider.name: attempt(subject, provider, timer) for provider in providers}
     timed = {p.name: p for p in providers if "refused" not in found[p.name]}
     effort, yardstick = subject.effort, subject.yardstick()
     base = next(iter(timed), "") if yardstick is None else YARDSTICK
@@ -292,6 +294,17 @@ def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer,
         if eager and other in timed:
             found[name]["over_baseline_eager"] = ratio_numbers(eager, name, other)
     return [subject.fields | {"provider": name} | fields for name, fields in found.items()]
+
+
+@contextmanager
+def only_new_garbage(timer: DeviceTimer) -> Iterator[None]:
+    """Let each release look only at what is made from now on: imports are half a million objects, 0.3 s each time."""
+    timer.release()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
