@@ -63,7 +63,7 @@ SIGNATURES = [
 ]
 RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
-    package.TopKTeacher: ("ids", "log_probs", "rest"),
+    package.TopKTeacher: ("ids", "log_probs", "rest", "temperature"),
 }
 PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
 

@@ -151,7 +151,7 @@ def _in_rank(rank, group, pair, impl, device=None):
     student, teacher = heads_of(own)
     if "teacher_ids" in options:
         tensors = (options.pop(name).to(device) for name in ("teacher_ids", "teacher_log_probs"))
-        teacher = TopKTeacher(*tensors, options.pop("rest"))
+        teacher = TopKTeacher(*tensors, options.pop("rest"), options.get("temperature", 1.0))
     options |= {name: pair[name] for name in ("chunk_size", "gradient", "reduce_hidden_grad")}
     options |= {"labels": None if pair["hard"] is None else labels.to(device), "group": group, "impl": impl}
     options["vocab_size"] = VocabShard(start, stop, COLUMNS)

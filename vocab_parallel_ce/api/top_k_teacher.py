@@ -31,9 +31,10 @@ class TopKTeacher(NamedTuple):
     """
 
     ids: Tensor  #: [..., k] int64 or int32 global ids, different in a row
-    log_probs: Tensor  #: [..., k] floating point, at the temperature of the loss; -inf leaves an id out
+    log_probs: Tensor  #: [..., k] floating point, log_softmax(logits / temperature); -inf leaves an id out
     #: "ignore": nothing else counts. "bucket": all other tokens are one, of probability 1 - sum_k q_k.
     rest: str = "ignore"
+    temperature: float = 1.0  #: of log_probs; the loss must have the same
 
 
 def targets_of(
@@ -43,8 +44,16 @@ def targets_of(
 
     With ``check_labels`` it looks at the values, and marks the ids that are left out.
     """
-    ids, log_probs, rest = teacher
+    ids, log_probs, rest, temperature = teacher
     checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
+    checks.check_number("teacher.temperature", temperature, positive=True)
+    checks.check_number("temperature", settings.temperature, positive=True)
+    if temperature != settings.temperature:
+        raise ValueError(
+            f"teacher.temperature: expected {settings.temperature:g}, the loss's temperature, got {temperature:g}; pass "
+            f"log_probs of the teacher's logits / {settings.temperature:g}, and TopKTeacher(..., temperature="
+            f"{settings.temperature:g})"
+        )
     checks.check_tensor("teacher.ids", ids)
     if settings.check_labels:
         if is_traced():
@@ -67,7 +76,7 @@ def check_values(teacher: TopKTeacher, labels: Tensor | None, ignore_index: int)
 
     Waits for the device. Raises ValueError for an id that is twice in a row, or for too much mass.
     """
-    ids, log_probs, _ = teacher
+    ids, log_probs = teacher.ids, teacher.log_probs
     known = ids.long().masked_fill(log_probs == NEG_INF, IGNORED)
     if labels is not None:
         known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)

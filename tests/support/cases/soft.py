@@ -127,7 +127,8 @@ def topk_loss(
     **options: Any,
 ) -> Tensor:
     """A call of the loss in the words of :func:`topk_losses`."""
-    return distillation_loss(student, TopKTeacher(teacher_ids, teacher_log_probs, rest), **options)
+    teacher = TopKTeacher(teacher_ids, teacher_log_probs, rest, options.get("temperature", 1.0))
+    return distillation_loss(student, teacher, **options)
 
 
 def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tuple[float, float]:

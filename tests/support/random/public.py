@@ -80,7 +80,8 @@ def _top_k_teacher(given: Given) -> vp.TopKTeacher | None:
     if "teacher_ids" not in given:
         return None
     rest = {"rest": given.pop("rest")} if "rest" in given else {}
-    return vp.TopKTeacher(given.pop("teacher_ids"), given.pop("teacher_log_probs"), **rest)
+    temperature = given.get("temperature", 1.0)
+    return vp.TopKTeacher(given.pop("teacher_ids"), given.pop("teacher_log_probs"), temperature=temperature, **rest)
 
 
 def _distillation_loss(given: Given) -> Returned:
