@@ -81,8 +81,8 @@ def peer_lines() -> list[str]:
     linear = "in chunks with options=torch.nn.LinearCrossEntropyOptions(), otherwise of all logits"
     trl = "log-probabilities and divergences of a head, which is gathered if ranks share it"
     return [
-        f"peer, one GPU: F.linear_cross_entropy: {linear if has_linear else 'not in this torch; 2.13 has it'}",
-        f"peer, one GPU: trl.kernels: {trl if _has_trl_kernels() else 'not installed; TRL 1.16 has them'}",
+        f"another head, one GPU: F.linear_cross_entropy: {linear if has_linear else 'not in this torch; 2.13 has it'}",
+        f"another head, one GPU: trl.kernels: {trl if _has_trl_kernels() else 'not installed; TRL 1.16 has them'}",
     ]
 
 

@@ -53,3 +53,5 @@ if __name__ == "__main__":
     if torch.distributed.is_torchelastic_launched():  # torchrun
         torch.distributed.init_process_group("gloo")
     print("held-out loss, floor, accuracy:", main("tutorial.png", torch.distributed.group.WORLD))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The tutorial is its script, which has 40 lines of code, learns, and gives on two ranks what it gives on one."""
+"""The tutorial is its script, which has 42 lines of code, learns, and gives on two ranks what it gives on one."""
 
 import ast
 import importlib.util
@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from tests.docs.markdown import ROOT, python_blocks
 
 SCRIPT = ROOT / "scripts" / "examples" / "tutorial.py"
-MOST_LINES = 40
+MOST_LINES = 42
 
 
 def _run(rank, group, picture):

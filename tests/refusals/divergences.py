@@ -62,7 +62,7 @@ OF_TOP_K: list[Row] = [
     ({"teacher": OUTSIDE, **CHECKED, **JS}, ValueError, "teacher.ids: must be in"),
     ({"divergence": "backward"}, ValueError, "divergence: expected one of"),
     ({"hard_weight": 0.5}, ValueError, "hard_weight: expected labels"),
-    ({"temperature": 2.0}, ValueError, r"teacher.temperature: expected 2, .* got 1; .*TopKTeacher\(..., temperature=2\)"),
+    ({"temperature": 2.0}, ValueError, r"teacher.temperature: expected 2, .* got 1; .*\(..., temperature=2\)"),
     ({"teacher.temperature": 2.0}, ValueError, "teacher.temperature: expected 1, the loss's temperature, got 2"),
     ({"teacher.temperature": "1"}, TypeError, "teacher.temperature: expected a number"),
     ({"temperature": 0.0}, ValueError, "temperature: must be"),

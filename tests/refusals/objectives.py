@@ -19,6 +19,8 @@ OBJECTIVES = {
     "detached": lambda log_probs, advantage: log_probs.detach(),
     "learnt": lambda log_probs, advantage: log_probs * PARAMETER.exp(),
     "other names": lambda log_probs: log_probs,
+    "more names": lambda log_probs, advantage, old: log_probs,
+    "wrong itself": lambda log_probs, advantage: advantage + None,
     "mixed": lambda log_probs, advantage: log_probs - log_probs.mean(),
 }
 
@@ -37,7 +39,9 @@ RETURNED: list[Row] = [
     ({"objective": "constant"}, ValueError, "objective: expected a function of log_probs.*got numbers without one"),
     ({"objective": "detached"}, ValueError, "objective: .*do not detach"),
     ({"objective": "learnt"}, ValueError, r"objective: .*its arguments, got one of shape \(\).*lost"),
-    ({"objective": "other names"}, TypeError, ".*advantage"),
+    ({"objective": "other names"}, TypeError, r"objective: must take \(log_probs, advantage=...\), .* 'advantage'"),
+    ({"objective": "more names"}, TypeError, "objective: must take .*missing a required .*'old'"),
+    ({"objective": "wrong itself"}, TypeError, "unsupported operand"),
     ({"objective": None}, TypeError, "objective: expected a function of .*, got NoneType"),
     ({"objective": "mixed", "check_objective": True}, ValueError, "objective: .*mixes tokens.*two steps"),
 ]

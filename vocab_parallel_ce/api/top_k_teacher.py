@@ -50,9 +50,9 @@ def targets_of(
     checks.check_number("temperature", settings.temperature, positive=True)
     if temperature != settings.temperature:
         raise ValueError(
-            f"teacher.temperature: expected {settings.temperature:g}, the loss's temperature, got {temperature:g}; pass "
-            f"log_probs of the teacher's logits / {settings.temperature:g}, and TopKTeacher(..., temperature="
-            f"{settings.temperature:g})"
+            f"teacher.temperature: expected {settings.temperature:g}, the loss's temperature, got {temperature:g}; "
+            "divide the teacher's logits by it before log_softmax, and pass it: "
+            f"TopKTeacher(..., temperature={settings.temperature:g})"
         )
     checks.check_tensor("teacher.ids", ids)
     if settings.check_labels:

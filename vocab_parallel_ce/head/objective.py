@@ -6,7 +6,8 @@ the grad_outputs of the rows. So a head has three products for any objective, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,12 @@ class RowObjective(NamedTuple):
         log_probs, is_valid = named["log_probs"], self.is_valid[rows]
         others = {name: output for name, output in named.items() if name != "log_probs"}
         # Copies: the function may write to its arguments.
-        values = self.function(log_probs, **others, **{name: each[rows].clone() for name, each in self.tokens.items()})
+        others |= {name: numbers[rows].clone() for name, numbers in self.tokens.items()}
+        try:
+            values = self.function(log_probs, **others)
+        except TypeError:
+            check_takes(self.function, others)
+            raise
         if not isinstance(values, Tensor) or not values.is_floating_point():
             got = getattr(values, "dtype", type(values).__name__)
             raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per token")
@@ -141,6 +147,17 @@ class RowObjective(NamedTuple):
         is_right &= all(_are_close(grads_alone[name] * weights, grad, 0.02) for name, grad in weighted.items())
         if not is_right:
             raise ValueError(MIXES)
+
+
+def check_takes(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise TypeError if a function has no parameters of these names besides its first."""
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(names))
+    except TypeError as error:
+        called = ", ".join(("log_probs", *(f"{name}=..." for name in names)))
+        raise TypeError(f"objective: must take ({called}), and it does not: {error}") from None
+    except ValueError:  # it has no signature that can be read
+        return
 
 
 def rows_of(

@@ -46,7 +46,7 @@ WITHOUT_LABELS = (
 )
 NO_HEAD = "get_output_embeddings() returns no head"
 NO_LANGUAGE_MODEL = "its forward takes no labels, or its models have no head that makes logits of tokens"
-WHEN_BUILT = "each other class of language models, when its first model is built"
+WHEN_BUILT = "each class of language models, when its first model is built"
 OPTIONS = ("chunk_size", "gradient", "impl", "valid_tokens")
 
 
