@@ -254,7 +254,7 @@ def memory_part(document: Document, commit: str | None = None) -> str:
     return "\n\n".join(filter(None, [host_line(document, commit), every, notes(document)]))
 
 
-def profile_part(document: Document, commit: str | None = None) -> str:
+def profile_part(document: Document) -> str:
     """One row per rank, in ms."""
     rows = []
     for rank, summary in enumerate(document["ranks"]):
@@ -263,7 +263,7 @@ def profile_part(document: Document, commit: str | None = None) -> str:
         numbers = [summary[name] for name in names] + [of["matmul"], of["loss"]]
         rows.append([str(rank), *(f"{value / 1e3:.2f}" for value in numbers)])
     header = ["rank", "step", "NCCL", "of it alongside other kernels", "exposed", "idle", "matmuls", "loss"]
-    title = f"{host_line(document, commit)} {case_of(document['case'])}, medians of several steps, in ms:"
+    title = f"{host_line(document)} {case_of(document['case'])}, medians of several steps, in ms:"
     return f"{title}\n\n{table(header, rows)}"
 
 
@@ -327,7 +327,7 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     from bench_lib.modes import modes_part  # which imports this module
 
     parts = {logits_part: ["table", "peers"], linear_part: ["head", "shapes", "unfused"], memory_part: ["memory"]}
-    parts |= {few_part: ["few"], modes_part: ["modes"], profile_part: ["profile"]}
+    parts |= {few_part: ["few"], modes_part: ["modes"]}
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
     commit, sections = first["host"]["commit"], []
