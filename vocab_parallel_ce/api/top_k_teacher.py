@@ -48,11 +48,10 @@ def targets_of(
     checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
     checks.check_number("teacher.temperature", temperature, positive=True)
     checks.check_number("temperature", settings.temperature, positive=True)
-    if temperature != settings.temperature:
+    if temperature != (of_loss := settings.temperature):
         raise ValueError(
-            f"teacher.temperature: expected {settings.temperature:g}, the loss's temperature, got {temperature:g}; "
-            "divide the teacher's logits by it before log_softmax, and pass it: "
-            f"TopKTeacher(..., temperature={settings.temperature:g})"
+            f"teacher.temperature: expected {of_loss:g}, the loss's temperature, got {temperature:g}; pass log_softmax "
+            f"of the teacher's logits / {of_loss:g}, and TopKTeacher(..., temperature={of_loss:g})"
         )
     checks.check_tensor("teacher.ids", ids)
     if settings.check_labels:
