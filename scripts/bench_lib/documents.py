@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,13 @@ def commit_of(checkout: Path, variable: str) -> str | None:
     return os.environ.get(variable) or found or None
 
 
+def cpu_name() -> str | None:
+    """As Linux names it: eager times are the host's."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)", path.read_text() if path.exists() else "", flags=re.MULTILINE)
+    return found and found[1].strip()
+
+
 def host_description() -> dict[str, Any]:
     """The machine, the versions and the commit; ``VPCE_COMMIT`` names it if there is no git history."""
     try:
@@ -68,6 +76,7 @@ def host_description() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "gpus_used": int(os.environ.get("WORLD_SIZE", "1")),
+        "cpu": cpu_name(),
         "torch": torch.__version__,
         "triton": triton_version,
         "cuda": torch.version.cuda,

@@ -104,7 +104,8 @@ def host_line(document: Document, commit: str | None = None) -> str:
     packages = ", ".join(package_versions(document)) or "no other package"
     rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
     own = "" if host["commit"] == commit else f"; commit {short_commit(document)}"
-    return f"{host['gpus_used']} x {host['gpu']}; {versions}; {packages}{rounds}{own}."
+    cpu = f", {host['cpu']}" if host.get("cpu") else ""
+    return f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}{own}."
 
 
 def place_of(document: Document) -> str:

@@ -35,6 +35,8 @@ def test_a_number_says_its_day_and_its_rounds_and_readme_has_ten():
     dated = both_ways() | {"rounds": 10}
     dated["host"] |= {"date": "2026-11-26"}
     assert "0.6.5; 10 rounds; commit 0123456789ab, 2026-11-26." in report.host_line(dated)
+    dated["host"] |= {"cpu": "Some CPU"}
+    assert report.host_line(dated).startswith("1 x Imaginary GPU, Some CPU; torch")
     assert report.place_of(dated) == "1 x Imaginary GPU (0123456789ab, 2026-11-26)"
     documents.require_rounds("README", {"bench_table_1gpu": dated, "of an older script": both_ways()})
     with pytest.raises(ValueError, match="README: expected 10 rounds or more, got rl_1gpu: 3; measure"):
