@@ -135,7 +135,7 @@ class Number(NamedTuple):
     is_ratio: bool = False  # the time over that of a copy, in place of time and memory
 
     def parts(self, result: Result) -> list[str]:
-        return [shown("ratio", result["ratio"])] if self.is_ratio else cost(result).split(", ")
+        return [f"{shown('ratio', result['ratio'])} x"] if self.is_ratio else cost(result).split(", ")
 
 
 NUMBERS = (
