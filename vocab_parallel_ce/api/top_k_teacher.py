@@ -48,7 +48,10 @@ def targets_of(
     checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
     checks.check_number("teacher.temperature", temperature, positive=True)
     checks.check_number("temperature", settings.temperature, positive=True)
-    if temperature != (of_loss := settings.temperature):
+    of_loss = settings.temperature
+    if abs(temperature - of_loss) > 1e-6 * of_loss:  # beyond rounding to fp32
+        if is_traced():  # the compiler cannot write its numbers
+            raise ValueError("teacher.temperature: expected the loss's temperature, got another")
         raise ValueError(
             f"teacher.temperature: expected {of_loss:g}, the loss's temperature, got {temperature:g}; pass log_softmax "
             f"of the teacher's logits / {of_loss:g}, and TopKTeacher(..., temperature={of_loss:g})"

@@ -150,12 +150,12 @@ class RowObjective(NamedTuple):
 
 
 def check_takes(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Raise TypeError if a function has no parameters of these names besides its first."""
+    """Raise TypeError if a function cannot be called with log-probabilities and keywords of these names."""
     try:
-        inspect.signature(function).bind(None, **dict.fromkeys(names))
+        inspect.signature(function, follow_wrapped=False).bind(None, **dict.fromkeys(names))
     except TypeError as error:
         called = ", ".join(("log_probs", *(f"{name}=..." for name in names)))
-        raise TypeError(f"objective: must take ({called}), and it does not: {error}") from None
+        raise TypeError(f"objective: must take ({called}), and it does not: {error}") from error
     except ValueError:  # it has no signature that can be read
         return
 
