@@ -1,5 +1,7 @@
 """Refusals of objectives inside a head."""
 
+import functools
+
 import torch
 
 from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, a_call
@@ -25,6 +27,10 @@ OBJECTIVES = {
 }
 
 
+# A wrapper of a function with other names, as inspect.signature would see it.
+OBJECTIVES["wraps another"] = functools.wraps(OBJECTIVES["more names"])(lambda log_probs, advantage: advantage + None)
+
+
 def call(objective, advantage, tokens=None, **options):
     tokens = {"advantage": advantage} if tokens is None else tokens
     return linear_objective(objective=OBJECTIVES.get(objective, objective), tokens=tokens, **options)
@@ -42,6 +48,7 @@ RETURNED: list[Row] = [
     ({"objective": "other names"}, TypeError, r"objective: must take \(log_probs, advantage=...\), .* 'advantage'"),
     ({"objective": "more names"}, TypeError, "objective: must take .*missing a required .*'old'"),
     ({"objective": "wrong itself"}, TypeError, "unsupported operand"),
+    ({"objective": "wraps another"}, TypeError, "unsupported operand"),
     ({"objective": None}, TypeError, "objective: expected a function of .*, got NoneType"),
     ({"objective": "mixed", "check_objective": True}, ValueError, "objective: .*mixes tokens.*two steps"),
 ]

@@ -348,3 +348,25 @@ def test_a_student_that_excludes_an_id(divergence, rest):
         results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
     for excluded, limit in zip(*results, strict=True):
         torch.testing.assert_close(excluded, limit, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.reference
+def test_a_temperature_that_was_rounded_to_fp32_is_the_losss():
+    made, given = made_of()
+    teacher = TopKTeacher(given["teacher_ids"], given["teacher_log_probs"], temperature=torch.tensor(0.7).item())
+    exact = distillation_loss(made.logits, teacher._replace(temperature=0.7), temperature=0.7)
+    assert torch.equal(distillation_loss(made.logits, teacher, temperature=0.7), exact)
+
+
+@pytest.mark.reference
+def test_compiled_code_says_why_it_refuses_a_temperature():
+    """Of numbers that the compiler does not know, which it cannot write."""
+    made, given = made_of()
+
+    def loss(logits, temperature):
+        return distillation_loss(logits, TopKTeacher(*given.values()), temperature=temperature)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled(made.logits, 1.0)
+    with pytest.raises(Exception, match="teacher.temperature: expected the loss's temperature"):
+        compiled(made.logits, 2.0)
