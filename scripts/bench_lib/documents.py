@@ -26,7 +26,6 @@ FILES = {
     "table": "bench_table",
     "options": "bench_options",
     "modes": "bench_modes",
-    "peers": "bench_peers",  # of "table", with other peers
     "few": "bench_few",
     "head": "linear_table",
     "shapes": "linear_shapes",  # of "head", with other sizes and peers

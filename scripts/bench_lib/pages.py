@@ -150,7 +150,7 @@ NUMBERS = (
         for what, share in (("none", 0), ("half", 50))
     ),
     Number(
-        "`megatron.install(linear=True)`: 2 layers of 4096, 24576 tokens, 2 GPUs, chunks of 4096",
+        "`megatron.install(linear=True)`: 2 layers of 4096, 24576 tokens, 2 GPUs",
         "megatron_2gpu",
         "24576 tokens",
         ("Megatron-Core", "Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss"),
