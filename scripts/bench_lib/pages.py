@@ -21,7 +21,7 @@ from bench_lib.documents import (
     results_by_case,
     short_commit,
 )
-from bench_lib.report import gib, host_line, place_of, profile_part, shown, table, targets_part
+from bench_lib.report import gib, host_line, linear_part, place_of, profile_part, shown, table, targets_part
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 LESS = 1.02  # memory differs if one has so many times the other's
@@ -328,12 +328,12 @@ def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
         "frameworks": lambda: frameworks_block(documents),
     }
     for name, document in documents.items():
-        kind = KINDS.get(name.partition("_")[0], profile_part if "ranks" in document else steps_block)
+        kind = profile_part if "ranks" in document else KINDS.get(name.partition("_")[0], steps_block)
         made[name] = lambda kind=kind, document=document: kind(document)  # type: ignore[misc]
     return made
 
 
-KINDS = {"losses": losses_block, "objective": objective_block}  # of documents, by the first word of their names
+KINDS = {"losses": losses_block, "objective": objective_block, "linear": linear_part}  # of documents, by the first word of their names
 
 
 def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, needed: Iterable[str] = ()) -> str:
