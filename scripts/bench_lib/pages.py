@@ -333,7 +333,11 @@ def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
     return made
 
 
-KINDS = {"losses": losses_block, "objective": objective_block, "linear": linear_part}  # of documents, by the first word of their names
+KINDS = {
+    "losses": losses_block,
+    "objective": objective_block,
+    "linear": linear_part,
+}  # of documents, by the first word of their names
 
 
 def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, needed: Iterable[str] = ()) -> str:

@@ -1,5 +1,7 @@
 """Any objective of each token inside a head: against fp64, on several ranks, and beside its two steps."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -249,6 +251,7 @@ def test_a_checkpoint_runs_its_forward_once_in_forward(impl_device, is_reentrant
     def region(hidden, weight):
         calls.append("region")
         own = {"bias": case.bias, "impl": case.impl, "tokens": case.tokens, "outputs": ("entropy",), "chunk_size": 2}
+        own |= {"check_objective": False}
         return linear_objective(hidden * 1, weight, case.labels, counted, **own)[0]
 
     expected = case.gradients(chunk_size=2)
@@ -290,10 +293,40 @@ def test_a_check_finds_objectives_that_mix_tokens(impl_device, name):
     def objective(log_probs, advantage, **_):
         return MIXING[name](log_probs, advantage)
 
-    case.gradients(objective)
-    for own in ({}, {"chunk_size": 4}):
+    case.gradients(objective, check_objective=False)
+    for own in ({}, {"chunk_size": 4}, {"check_objective": True}, {"check_objective": True, "chunk_size": 4}):
         with pytest.raises(ValueError, match="it mixes tokens"):
-            case.loss(objective, check_objective=True, **own)
+            case.loss(objective, **own)
+
+
+def counted(log_probs, calls, **of):
+    calls.append(len(log_probs))
+    return ppo(log_probs, **of)
+
+
+def test_an_objective_is_looked_through_in_its_first_call_that_has_tokens(impl_device, monkeypatch):
+    """A partial that each step makes anew has the code of its function."""
+    monkeypatch.setattr("vocab_parallel_ce.head.objective._known", set())
+    case, all_ignored = Objectives(impl_device), torch.full((ROWS,), -100)
+    for options, n_calls in (
+        ({"labels": all_ignored.to(case.device)}, 4),
+        ({"check_objective": False}, 1),
+        ({}, 4),
+        ({}, 1),
+        ({"check_objective": True}, 4),
+    ):
+        calls = []
+        case.loss(functools.partial(counted, calls=calls), **options)
+        assert len(calls) == n_calls, options
+
+
+@pytest.mark.parametrize("kind", ["some_ignored", "peaked"])
+def test_an_objective_that_reads_a_tensor_of_all_tokens_is_told_to_pass_it(impl_device, kind):
+    """Of some of them if labels are ignored; otherwise when it is looked through."""
+    case = Objectives(impl_device, kind)
+    advantage = case.tokens["advantage"]
+    with pytest.raises(ValueError, match=r"objective: .*must match.*gets \d of the tokens here; pass .* in tokens="):
+        case.loss(lambda log_probs, **_: advantage * log_probs)
 
 
 def test_compiled_code_breaks_its_graph_and_goes_on():

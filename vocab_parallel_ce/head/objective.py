@@ -6,6 +6,7 @@ the grad_outputs of the rows. So a head has three products for any objective, as
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from vocab_parallel_ce.targets import Tokens
 
 MIXES = (
     "objective: expected each token's number to depend on its own numbers, got another when half of the tokens were "
-    "left out: it mixes tokens; a mean or a sequence's ratio takes two steps (docs/objective.md)"
+    "left out: it mixes tokens; a mean or a sequence's ratio takes two steps (docs/objective.md), and "
+    "check_objective=False is for one that draws random numbers"
 )
+_known: set[object] = set()  # the code of functions that were found to mix no tokens
 
 
 class Objective(NamedTuple):
@@ -34,7 +37,7 @@ class Objective(NamedTuple):
     tokens: Mapping[str, Tensor]  # [...] each
     reduction: str  # "mean" or "sum"
     num_items: float | Tensor | None
-    is_checked: bool  # whether the function may look at no other token
+    is_checked: bool | None  # whether it is looked for other tokens in its numbers; None: until it was, once
 
 
 def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dtype: torch.dtype | None) -> None:
@@ -62,7 +65,8 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
             expected, remedy = f"that of the labels, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
             raise ValueError(f"{subject}: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
-    checks.check_bool("check_objective", objective.is_checked)
+    if objective.is_checked is not None:
+        checks.check_bool("check_objective", objective.is_checked)
     if dtype == torch.float16:
         raise ValueError(
             "objective: expected products of bf16 or fp32, because small gradients of fp16 would underflow before the "
@@ -90,6 +94,8 @@ class RowObjective(NamedTuple):
         values, grads = self._differentiated(rows, outputs, factor)
         if self.is_checked:
             self._check_each_alone(rows, outputs)
+            if int(self.is_valid[rows].sum()) > 1:
+                _known.add(_code_of(self.function))
         self.losses[rows] = values
         return GradOutputs(loss=grads.pop("log_probs"), **grads)
 
@@ -124,6 +130,13 @@ class RowObjective(NamedTuple):
         except TypeError:
             check_takes(self.function, others)
             raise
+        except RuntimeError as error:
+            if "must match the size of tensor" not in str(error):
+                raise
+            remedy = f"it gets {len(log_probs)} of the tokens here; pass what it reads of all of them in tokens="
+            raise ValueError(
+                f"objective: expected numbers of the same tokens, got others: {error}; {remedy}"
+            ) from error
         if not isinstance(values, Tensor) or not values.is_floating_point():
             got = getattr(values, "dtype", type(values).__name__)
             raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per token")
@@ -174,7 +187,19 @@ def rows_of(
         is_valid = order.to_rows(is_valid, False)
     factor = torch.where(divisor == 0, 0.0, 1 / divisor.to(dtype))
     losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
-    return RowObjective(objective.function, tokens, is_valid, factor, losses, objective.is_checked)
+    is_checked = objective.is_checked
+    if is_checked is None:
+        captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_checked = not captures and _code_of(objective.function) not in _known
+    return RowObjective(objective.function, tokens, is_valid, factor, losses, is_checked)
+
+
+def _code_of(function: Any) -> object:
+    """Return what functions share that are made anew for each step, or the type of another callable."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)  # of a method
+    return getattr(function, "__code__", type(function))
 
 
 def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
