@@ -164,7 +164,8 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}")
+        remedy = "; pass its t()" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
+        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}{remedy}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
 

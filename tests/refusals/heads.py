@@ -56,7 +56,12 @@ OF_BOTH: list[Row] = [
     ({"hidden": HIDDEN.bfloat16()}, TypeError, "weight: dtype .*bfloat16.*float32"),
     ({"weight": nn.Linear(WIDTH, COLUMNS)}, TypeError, "weight: .*Tensor.*Linear"),
     ({"weight": WEIGHT[0]}, ValueError, r"weight: .*\(8,\)"),
-    ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\)"),
+    ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\); pass its t\(\)$"),
+    (
+        {"labels": LABELS.flatten()},
+        ValueError,
+        r"labels: .*\(2, 3\), got \(6,\); .* order .* pass labels.view\(\[2, 3\]\)$",
+    ),
     ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
     ({"weight": WEIGHT.to(torch.int8)}, TypeError, "weight: dtype .*int8"),
     ({"weight": WEIGHT.to(torch.float8_e4m3fn)}, TypeError, "weight: dtype .*float8_e4m3fn"),

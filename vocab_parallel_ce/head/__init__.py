@@ -1,1 +1,1 @@
-"""The head and its loss together: the logits of all tokens never exist."""
+"""The head and its loss together, whose logits are made in chunks of tokens."""

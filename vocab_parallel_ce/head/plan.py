@@ -49,7 +49,7 @@ from vocab_parallel_ce.targets import (
     passed,
 )
 
-MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
+MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 
 
 class HeadPlan(NamedTuple):
@@ -368,7 +368,7 @@ def _chunks_and_order(
         n_rows: int | None = int(count)
     else:
         n_rows = valid_tokens
-    if n_rows is None or n_tokens == 0 or n_rows > MOST_KEPT * n_tokens:
+    if n_rows is None or n_tokens == 0 or n_rows > MOST_VALID * n_tokens:
         return chunks, None
     n_rows = max(1, n_rows)
     return chunks_of(n_rows, planned.chunk), order_of_valid(is_valid, n_rows)

@@ -42,7 +42,8 @@ class Launchers(NamedTuple):
     # (logits, targets, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is no
     # second.
     second: Callable[..., None] | None = None
-    # (logits, targets, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
+    # (logits, targets, divisor, outputs, counted=, is_reduced=, options=): fills them, and the gradient overwrites the
+    # logits.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
 

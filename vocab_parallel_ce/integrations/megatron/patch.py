@@ -55,7 +55,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
 
     Args:
         linear: also fuse the output layer with its loss, in ``GPTModel``, ``HybridModel`` and ``MambaModel`` and their
-            heads of multi-token prediction, so that the logits of all tokens never exist. Where ``forward`` is given
+            heads of multi-token prediction, whose logits are then made in chunks of tokens. Where ``forward`` is given
             ``loss_mask``, the gradients are computed in the forward pass.
         options: ``z_loss``, ``gradient``, ``impl``, ``check_labels`` and ``vocab_size`` of
             :func:`vocab_parallel_cross_entropy`; of :func:`linear_cross_entropy` also ``chunk_size``.
