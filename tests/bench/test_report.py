@@ -159,6 +159,15 @@ def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():
     assert len(pages.numbers_block(COMMITTED).splitlines()) == 2 + 6 + 2  # the hosts
 
 
+def test_readme_names_the_fastest_of_the_others_in_a_row_of_ratios():
+    number = pages.Number("", "bench_table_2gpu", "", ("flash-attn", "liger-kernel"), OURS, is_ratio=True)
+    results = {name: result(name, ratio) for name, ratio in ((OURS, 1.5), (f"{OURS}[fast]", 1.1), ("flash-attn", 1.7))}
+    results |= {"liger-kernel": result("liger-kernel", 3.0), "fla-core": refusal("fla-core", "absent")}
+    number.require_the_fastest(results)
+    with pytest.raises(ValueError, match=r"README: .*'fla-core': 1.6.*, got \('flash-attn', 'liger-kernel'\)"):
+        number.require_the_fastest(results | {"fla-core": result("fla-core", 1.6)})
+
+
 def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     results = tmp_path / "results"
