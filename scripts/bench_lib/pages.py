@@ -315,7 +315,7 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
         parts = {name: number.parts(results[name]) for name in (*number.without, number.given)}
         best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*parts.values(), strict=True)]
         cells = {name: ", ".join(map(bold_if_best, each, best)) for name, each in parts.items()}
-        rows.append([number.what, "; ".join(f"{name}: {cells[name]}" for name in number.without), cells[number.given]])
+        rows.append([number.what, "<br>".join(f"{name}: {cells[name]}" for name in number.without), cells[number.given]])
     said = "; ".join(dict.fromkeys(map(place_of, used.values())))
     return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {said}. Bold is the least."
 
