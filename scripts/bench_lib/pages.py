@@ -266,9 +266,9 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
         is_same = not worse(results[row.without], results[row.given], "ms")
         is_same &= not worse(results[row.given], results[row.without], "ms")
         given = cost(results[row.given]) + (": time within the noise" if is_same else "")
-        cells = [row.name, row.line, row.setting + row.case, cost(results[row.without]), given]
-        rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, results_by_case(document))])
-    every = table(["framework", "the line", "case", "without", "with", "others", "where it loses"], rows)
+        cells = [f"{row.name}<br>{row.line}", row.setting + row.case, cost(results[row.without]), given]
+        rows.append([*cells, "<br>".join(peers) or "-", where_it_loses(row, results_by_case(document))])
+    every = table(["framework and line", "case", "without", "with", "others", "where it loses"], rows)
     commits: dict[str, list[str]] = {}
     for row in enough:
         name = row.name.partition("]")[0].lstrip("[")
@@ -293,7 +293,7 @@ def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:
             _, case, own, other = max(found)
             numbers = [text(cases[case][name][key]) for name in (own, other)]
             said.append(f"{case}: {numbers[0]} {unit}, {other} {numbers[1]}")
-    return "; ".join(said) or "-"
+    return "<br>".join(said) or "-"
 
 
 def worse(result: Result, other: Result, key: str) -> bool:

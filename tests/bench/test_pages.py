@@ -33,33 +33,33 @@ def test_a_row_has_time_and_memory_the_fused_peer_and_the_worst_of_what_it_loses
     few = [provider("its own", 1.0, 1.0), provider(OURS, 1.25, 1.0), provider("fused", 1.1, 0.5)]
     many = [provider("its own", 166, 17.81), provider(OURS, 142, 11.79), provider("fused", 158.4, 11.0)]
     found = cells(monkeypatch, steps(few_tokens=few, many_tokens=many))
-    assert found[:5] == ["[A](docs/a.md)", "`X.a()`", "tp 2, many tokens", "166 ms, 17.81 GiB", "142 ms, 11.79 GiB"]
-    assert found[5] == "fused: 158 ms, 11.00 GiB"
-    assert found[6] == "few tokens: 1.25 ms, its own 1.00; few tokens: 1.00 GiB, fused 0.50"
+    assert found[:4] == ["[A](docs/a.md)<br>`X.a()`", "tp 2, many tokens", "166 ms, 17.81 GiB", "142 ms, 11.79 GiB"]
+    assert found[4] == "fused: 158 ms, 11.00 GiB"
+    assert found[5] == "few tokens: 1.25 ms, its own 1.00<br>few tokens: 1.00 GiB, fused 0.50"
 
 
 def test_times_whose_quartiles_meet_are_called_noise_and_nothing_is_lost(monkeypatch):
     found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST]))
-    assert found[4:] == ["50.1 ms, 3.50 GiB: time within the noise", "-", "-"]
+    assert found[3:] == ["50.1 ms, 3.50 GiB: time within the noise", "-", "-"]
     found = cells(monkeypatch, steps(many_tokens=[SLOW, provider(OURS, 40.0, 3.5)]))
-    assert found[4:] == ["40.0 ms, 3.50 GiB", "-", "-"]
+    assert found[3:] == ["40.0 ms, 3.50 GiB", "-", "-"]
 
 
 def test_what_else_a_line_replaces_counts_too(monkeypatch):
     pair = [provider("head", 77.2, 1.26), provider("head, installed", 49.7, 4.99)]
     row = ROW._replace(pairs=(("head", "head, installed"),))
     found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST, *pair]), row)
-    assert found[6] == "many tokens: 4.99 GiB, head 1.26"
+    assert found[5] == "many tokens: 4.99 GiB, head 1.26"
 
 
 def test_a_row_of_few_rounds_is_not_in_readme_but_named_below(monkeypatch):
     row = ROW._replace(name="[B](docs/b.md)", document="b")
     monkeypatch.setattr(pages, "FRAMEWORKS", (ROW, row))
     found = {name: steps(many_tokens=[SLOW, FAST]) for name in "ab"}
-    assert "| [B](docs/b.md) |" in pages.frameworks_block(found)
+    assert "| [B](docs/b.md)<br>" in pages.frameworks_block(found)
     found["b"] |= {"rounds": 3}
     text = pages.frameworks_block(found)
-    assert "| [A](docs/a.md) |" in text and "| [B]" not in text
+    assert "| [A](docs/a.md)<br>" in text and "| [B]" not in text
     assert text.endswith("(A). In fewer rounds, on their pages: [B](docs/b.md) (`X.a()`).")
 
 
