@@ -94,8 +94,8 @@ class RowIds(Role):
             is_of_logits = tokens.subject != "hidden" and target.dim() > 1
             if is_of_logits and target.shape == tokens.tensor.shape[:1] + tokens.tensor.shape[2:]:
                 remedy = f"; the vocabulary is the last dimension: pass {tokens.subject}.movedim(1, -1)"
-            elif target.numel() == math.prod(tokens.shape) and 1 in (target.dim(), len(tokens.shape)):
-                remedy = f"; if they are in the order of the tokens, pass {name}.view({[*tokens.shape]})"
+            elif 0 < target.numel() == math.prod(tokens.shape) and 1 in (target.dim(), len(tokens.shape)):
+                remedy = f"; if they are in the order of the tokens, pass {name}.reshape({[*tokens.shape]})"
             expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 

@@ -60,7 +60,7 @@ OF_BOTH: list[Row] = [
     (
         {"labels": LABELS.flatten()},
         ValueError,
-        r"labels: .*\(2, 3\), got \(6,\); .* order .* pass labels.view\(\[2, 3\]\)$",
+        r"labels: .*\(2, 3\), got \(6,\); .* order .* pass labels.reshape\(\[2, 3\]\)$",
     ),
     ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
     ({"weight": WEIGHT.to(torch.int8)}, TypeError, "weight: dtype .*int8"),

@@ -89,7 +89,7 @@ TENSORS: list[Row] = [
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)$"),
-    ({"labels": LABELS.flatten()}, ValueError, r"labels: .*\(6,\); .*pass labels.view\(\[2, 3\]\)$"),
+    ({"labels": LABELS.flatten()}, ValueError, r"labels: .*\(6,\); .*pass labels.reshape\(\[2, 3\]\)$"),
     ({"labels": LABELS.new_zeros(2, 21)}, ValueError, r"labels: .* the last dimension: pass logits.movedim\(1, -1\)$"),
     ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),

@@ -34,7 +34,7 @@ def linear_objective(
     outputs: Sequence[str] = (),
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    check_objective: bool | None = None,
+    check_objective: bool = False,
     bias: Tensor | None = None,
     group: Any = None,
     ignore_index: int = -100,
@@ -74,9 +74,8 @@ def linear_objective(
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result.
         reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
         num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
-        check_objective: True raises ValueError if a token's value or derivative changes when every second token is
-            left out, as those of a mean would. Only where gradients are computed. Waits for the device. None does so in
-            the first call with this code as ``objective``, unless it is captured in a CUDA graph. False never does.
+        check_objective: raises ValueError if a token's value or derivative changes when every second token is left
+            out, as those of a mean would. Only where gradients are computed. Waits for the device; for a new function.
         temperature, threshold, kept: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 
