@@ -170,7 +170,8 @@ def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
         if other and (fastest is None or other[1] < fastest):
             cells = (shown("microseconds", us) for us in (other[1], fastest))
             rows.append(f"{case} ({other[0]} {' / '.join(cells)})")
-    return f"Eager calls in us, where another provider's is faster than this project's: {'; '.join(rows) or 'none'}."
+    said = "; ".join(rows) or "none"
+    return f"Eager calls in us, where another provider's is faster than this project's fastest: {said}."
 
 
 def logits_part(document: Document, commit: str | None = None) -> str:

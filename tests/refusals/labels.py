@@ -31,7 +31,11 @@ OF_IDS: list[Row] = [
     ({"outputs": ("lse",)}, ValueError, r"labels: expected one per token with outputs or a threshold, \(4,\), got"),
     ({"outputs": ("entropy",)}, ValueError, r"labels: expected one per token with outputs or a threshold, \(4,\), got"),
     ({"labels": IDS[:3]}, ValueError, "labels: shape must be"),
-    ({"labels": IDS[:, :0]}, ValueError, r"labels: shape must be \(4,\) and at least one id per token, got \(4, 0\)"),
+    (
+        {"labels": IDS[:, :0]},
+        ValueError,
+        r"labels: shape must be \[4, k\] with at least one id per token, got \(4, 0\)$",
+    ),
     ({"labels": IDS.to_sparse()}, TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo"),
     ({"labels": torch.zeros(4, 9).long()}, ValueError, "labels: expected another number of given ids"),
     (
@@ -48,7 +52,8 @@ KEPT, THRESHOLD = torch.randint(0, 9, (4, 3)), torch.zeros(1)
 OF_KEPT: list[Row] = [
     ({"threshold": THRESHOLD}, ValueError, "kept: expected no threshold with it, got both"),
     ({"outputs": ("lse",)}, ValueError, r"outputs: expected none but 'entropy' with kept ids, got \('lse',\)"),
-    ({"kept": KEPT[:3]}, ValueError, r"kept: shape must be \(4,\) and at least one id per token, got \(3, 3\)"),
+    ({"kept": KEPT[:3]}, ValueError, r"kept: shape must be \[4, k\] with at least one id per token, got \(3, 3\)$"),
+    ({"kept": KEPT[:, 0]}, ValueError, r"kept: shape must be .*, got \(4,\); for one id pass kept.unsqueeze\(-1\)$"),
     ({"kept": KEPT[:, :0]}, ValueError, "kept: shape must be"),
     ({"kept": KEPT.float()}, TypeError, "kept: dtype"),
     ({"kept": [1]}, TypeError, "kept: expected a torch.Tensor"),

@@ -53,8 +53,9 @@ class RowColumns(RowIds):
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         checks.check_labels(target, tokens.tensor, tokens.subject, name)
         if target.shape[:-1] != tokens.shape or target.shape[-1] == 0:
-            expected = f"{tuple(tokens.shape)} and at least one id per token"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
+            expected = f"[{', '.join(map(str, (*tokens.shape, 'k')))}] with at least one id per token"
+            remedy = f"; for one id pass {name}.unsqueeze(-1)" if target.shape == tokens.shape else ""
+            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
         can_be_saved = target.is_contiguous() and not target.is_inference()
