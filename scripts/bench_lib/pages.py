@@ -317,9 +317,8 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
         parts = {name: number.parts(results[name]) for name in (*number.without, number.given)}
         best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*parts.values(), strict=True)]
         cells = {name: ", ".join(map(bold_if_best, each, best)) for name, each in parts.items()}
-        rows.append(
-            [number.what, "<br>".join(f"{name}: {cells[name]}" for name in number.without), cells[number.given]]
-        )
+        others = "<br>".join(f"{name}: {cells[name]}" for name in number.without)
+        rows.append([number.what, others, cells[number.given]])
     said = "; ".join(dict.fromkeys(map(place_of, used.values())))
     return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {said}. Bold is the least."
 
@@ -341,11 +340,8 @@ def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
     return made
 
 
-KINDS = {
-    "losses": losses_block,
-    "objective": objective_block,
-    "linear": linear_part,
-}  # of documents, by the first word of their names
+# Of documents, by the first word of their names.
+KINDS = {"losses": losses_block, "objective": objective_block, "linear": linear_part}
 
 
 def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, needed: Iterable[str] = ()) -> str:

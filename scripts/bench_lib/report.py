@@ -328,7 +328,7 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     """
     from bench_lib.modes import modes_part  # which imports this module
 
-    parts = {logits_part: ["table"], linear_part: ["head", "shapes", "unfused"], memory_part: ["memory"]}
+    parts = {logits_part: ["table"], linear_part: ["head", "unfused"], memory_part: ["memory"]}
     parts |= {few_part: ["few"], modes_part: ["modes"]}
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))

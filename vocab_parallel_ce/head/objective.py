@@ -134,21 +134,20 @@ class RowObjective(NamedTuple):
         return torch.where(is_valid, values.to(log_probs.dtype), 0.0)
 
     def _check_each_alone(self, rows: slice, outputs: TokenOutputs) -> None:
-        """Raise unless each half of the rows has the same numbers without the other, which has no derivative."""
-        spread = (
-            torch.arange(len(outputs.loss), device=outputs.loss.device, dtype=outputs.loss.dtype) * 0.6180339887 % 1
-        )
+        """Raise unless every second row has the same number and derivative alone, and so have the rows between."""
+        ones = torch.ones_like(outputs.loss)
+        spread = torch.arange(len(ones), device=ones.device, dtype=ones.dtype) * 0.6180339887 % 1
         # As they are, a policy may be its own reference, which hides a mean of their difference.
         outputs = outputs._replace(loss=outputs.loss - 0.5 * spread)
-        values, grads = self._differentiated(rows, outputs, torch.ones_like(spread))
+        values, grads = self._differentiated(rows, outputs, ones)
         # Of other weights no sum of two rows is a multiple of one. A power of two rounds nothing.
         weights = 2.0 ** (4 * spread).floor()
-        for first in range(min(2, len(spread))):
+        for first in range(min(2, len(ones))):
             own = slice(first, None, 2)
             half = TokenOutputs._make([None if each is None else each[own] for each in outputs])
             half_rows = slice(rows.start + first, rows.stop, 2)
             try:
-                alone, grads_alone = self._differentiated(half_rows, half, torch.ones_like(spread[own]))
+                alone, grads_alone = self._differentiated(half_rows, half, ones[own])
                 _, weighted = self._differentiated(half_rows, half, weights[own])
             except (RuntimeError, IndexError, ValueError) as error:  # of the whole there was none
                 raise ValueError(f"{MIXES}. Numbers of all tokens must be in tokens=") from error
