@@ -67,7 +67,7 @@ def shapes(*sizes: str) -> list[str]:
 DEFAULT_PROVIDERS = {
     "few": f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel",
     "modes": ",".join((cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)),
-    "memory": f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy",
+    "memory": f"{cases.OURS},torch eager (16-bit logits),liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
 }
 UNFUSED = ["--reduction", "mean", "--providers", f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}"]
@@ -96,9 +96,9 @@ STEPS_OF_SEVERAL = {
     "frameworks": ["bench.py", "frameworks", *shapes("8192x128256", "16384x128256")],
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
+    "few": ["bench.py", "few", "--graphs", "all", *shapes("16x128256", "64x128256")],
     "unfused": ["bench.py", "head", *UNFUSED],
     "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096", "16384x128256x4096")],
-    "options": ["bench.py", "options", *shapes("4096x128256")],
 }
 
 

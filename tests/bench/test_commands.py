@@ -214,6 +214,14 @@ def test_a_profile_tells_hidden_from_exposed_communication():
     assert len(profile.step_of(trace, ranks=1)) == 6
 
 
+@pytest.mark.parametrize("command", bench.DEFAULT_PROVIDERS)
+def test_the_default_providers_of_a_command_are_known(command):
+    (case, *_) = cases.cases_of(command, 1)
+    names = bench.DEFAULT_PROVIDERS[command]
+    found = providers.chosen(names, bench.known_providers(command, case, None))
+    assert {provider.name for provider in found} == set(names.split(","))
+
+
 @pytest.mark.parametrize("command", [*bench.COMMANDS, "page", "report", "compare"])
 def test_help(command, capsys):
     with pytest.raises(SystemExit, match="^0$"):
