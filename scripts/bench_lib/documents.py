@@ -41,8 +41,6 @@ FILES = {
     "ignored": "transformers_ignored",
     "megatron": "megatron",
 }
-# Documents of one GPU that stand alongside newer ones, and their commits, until they are measured again.
-OLDER = {"rl_1gpu": "5604c27298"}
 FEWEST_ROUNDS = 10  # of README's numbers
 # In the hosts of documents from before they had "packages".
 STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]
@@ -244,7 +242,7 @@ def require_rounds(where: str, documents: Mapping[str, Document]) -> None:
 
 
 def require_one_commit(where: str, documents: Mapping[str, Document]) -> None:
-    """Refuse documents of one GPU and of several commits side by side, except what ``OLDER`` names.
+    """Refuse documents of one GPU and of several commits side by side.
 
     Those of several GPUs are of other machines.
 
@@ -254,7 +252,7 @@ def require_one_commit(where: str, documents: Mapping[str, Document]) -> None:
     commits: dict[str, list[str]] = {}
     for name, document in documents.items():
         host = document["host"]
-        if host["gpus_used"] == 1 and not (name in OLDER and host["commit"].startswith(OLDER[name])):
+        if host["gpus_used"] == 1:
             commits.setdefault(host["commit"], []).append(name)
     if len(commits) > 1:
         said = "; ".join(f"{commit[:12]}: {', '.join(names)}" for commit, names in commits.items())
