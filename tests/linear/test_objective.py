@@ -323,9 +323,20 @@ def test_an_objective_of_all_tokens_is_told_so(impl_device):
             case.loss(objective, check_objective=True)
 
 
+def test_a_check_without_memory_says_so(impl_device):
+    lengths = []
+
+    def objective(log_probs, **_):
+        lengths.append(len(log_probs))
+        if lengths[-1] < lengths[0]:
+            raise torch.OutOfMemoryError
+        return log_probs * 1
+
+    pytest.raises(torch.OutOfMemoryError, Objectives(impl_device).loss, objective, check_objective=True)
+
+
 def test_compiled_code_breaks_its_graph_and_goes_on():
     case = Objectives(("reference", "cpu"), "peaked")
-
     tokens = case.tokens
 
     def step(hidden):

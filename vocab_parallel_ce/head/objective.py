@@ -149,6 +149,8 @@ class RowObjective(NamedTuple):
             try:
                 alone, grads_alone = self._differentiated(half_rows, half, ones[own])
                 _, weighted = self._differentiated(half_rows, half, weights[own])
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, IndexError, ValueError) as error:  # of the whole there was none
                 raise ValueError(f"{MIXES}. Numbers of all tokens must be in tokens=") from error
             is_right = _are_close(values[own], alone)
