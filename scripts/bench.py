@@ -32,7 +32,6 @@ from bench_lib.documents import (
     new_document,
     read_document,
     read_documents,
-    upgraded,
 )
 from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, OBJECTIVE_PROVIDERS, RL_PROVIDERS
 from bench_lib.measure import attempt, measure, subject_of
@@ -298,7 +297,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.command == "page":
         return page_command(options)
     if options.command == "compare":
-        documents = (upgraded(json.loads(path.read_text(encoding="utf-8"))) for path in (options.old, options.new))
+        documents = (json.loads(path.read_text(encoding="utf-8")) for path in (options.old, options.new))
         print(report.compared(*documents))
         return 0
     return measure_command(options)

@@ -42,9 +42,6 @@ FILES = {
     "megatron": "megatron",
 }
 FEWEST_ROUNDS = 10  # of README's numbers
-# In the hosts of documents from before they had "packages".
-STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]
-STEP_PACKAGES += ["torchtitan", "nemo-rl"]
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 
@@ -118,11 +115,11 @@ def read_document(path: Path, ranks: int | None = None) -> Document:
     Raises:
         ValueError: it has no commit, is of an unfinished run, or is of another number of GPUs.
     """
-    document = upgraded(json.loads(path.read_text(encoding="utf-8")))
+    document: Document = json.loads(path.read_text(encoding="utf-8"))
     host = document["host"]
     if not host["commit"]:
         raise ValueError(f"{path.name}: host.commit must name the commit measured, got nothing")
-    if not document["finished"] or document.get("missing"):
+    if not document["finished"]:
         raise ValueError(f"{path.name}: expected the document of a finished run")
     if ranks is not None and host["gpus_used"] != ranks:
         raise ValueError(f"{path.name}: host.gpus_used must be {ranks}, got {host['gpus_used']}")
@@ -137,42 +134,6 @@ def read_documents(results: Path) -> dict[str, Document]:
     for document in found.values():
         document["results"] = [each for each in document["results"] if not each.get("provider", "").endswith(BASELINE)]
     return found
-
-
-def upgraded(document: Document) -> Document:
-    """A document of any age in the form of those that are written today; numbers stay, in their new units."""
-    of_cases = document.pop("cases", None)
-    if of_cases is not None:
-        document["results"] = [{"case": case["case"]} | each for case in of_cases for each in case["results"]]
-        document.setdefault("rounds", min(len(each.get("ms_all", ())) for each in document["results"]) or None)
-    points = document.pop("points", None)
-    document["results"] = [_upgraded(each) for each in points or document.get("results", [])]
-    # Documents of steps had no such field, and those from before it have predictions at their end.
-    document.setdefault("finished", of_cases is not None or "predictions" in document)
-    document.setdefault("absent", {})
-    if "case" in document:
-        document["case"] = _upgraded(document["case"])
-    return document
-
-
-def _upgraded(result: Result) -> Result:
-    new = dict(result)
-    if "columns" in new:
-        new["tokens"], new["vocabulary"] = new.pop("rows"), new.pop("columns") * new["ranks"]
-    if "reduction" in new:
-        new["kind"] = new.pop("reduction")
-    if "microseconds" in new:
-        new["ms"] = new.pop("microseconds") / 1e3
-    if "extra_peak_bytes_per_row" in new:
-        new["peak_bytes"] = new.pop("extra_peak_bytes_per_row") * new["tokens"]
-    for old, name in (("milliseconds", "ms"), ("extra_peak_bytes", "peak_bytes")):
-        if old in new:
-            new[name] = new.pop(old)
-    if "peak_gib" in new:
-        new["peak_bytes"] = new.pop("peak_gib") * 2**30
-    if "ms_all" in new:
-        new["ms_quartiles"] = quartiles(new.pop("ms_all"))
-    return new
 
 
 def quartiles(times: Sequence[float]) -> list[float]:
@@ -211,13 +172,7 @@ def is_ours(provider: str) -> bool:
 
 def package_versions(document: Document) -> list[str]:
     """Each other project's version, once per package."""
-    host = document["host"]
-    found = dict(host.get("packages", {}))
-    found |= {name: host[name] for name in STEP_PACKAGES if name in host}
-    for name, version in host.get("providers", {}).items():  # of documents from before there were packages
-        if not is_ours(name) and "torch" not in name and not name.startswith("loss_parallel"):
-            found[name.partition(" (")[0]] = version
-    return [f"{package} {version}" for package, version in found.items()]
+    return [f"{package} {version}" for package, version in document["host"]["packages"].items()]
 
 
 def short_commit(document: Document) -> str:

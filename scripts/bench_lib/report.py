@@ -209,28 +209,24 @@ def few_part(document: Document, commit: str | None = None) -> str:
     return f"{title}\n\n{table(['tokens x vocabulary', 'copy', *names], rows)}"
 
 
-def options_part(documents: Sequence[Document], commit: str | None = None) -> str:
+def options_part(document: Document, commit: str | None = None) -> str:
     """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
-    columns: dict[str, dict[str, Result]] = {}
-    first: dict[int, dict[str, Result]] = {}  # by the number of GPUs
-    for document in documents:
-        for case, results in results_by_case(document).items():
-            if case.vocabulary not in OPTIONS_VOCABULARIES:
-                continue
-            columns[f"{str(case).removeprefix('options')}, {gpus(case.ranks)}".strip()] = results
-            first.setdefault(case.ranks, results)
-    names = dict.fromkeys(name for results in columns.values() for name in results)
+    every = results_by_case(document)
+    columns = {
+        str(case).removeprefix("options").strip(): of
+        for case, of in every.items()
+        if case.vocabulary in OPTIONS_VOCABULARIES
+    }
+    first = next(iter(columns.values()))
     rows = []
-    for name in names:
+    for name in dict.fromkeys(name for results in columns.values() for name in results):
         if "return_metrics" in name:  # predictions, and two outputs that are gone
             continue
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
         cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
-        rows.append([name, *cells, ", ".join(per_row(r[name]) if name in r else "-" for r in first.values())])
-    hosts = "\n".join(f"- {host_line(document, commit)}" for document in documents)
-    memory = f"extra B/row: {', '.join(map(str, first))} GPU{'s' * (len(first) > 1)}"
-    return f"{hosts}\n\n{table(['call', *columns, memory], rows)}"
+        rows.append([name, *cells, per_row(first[name]) if name in first else "-"])
+    return f"{host_line(document, commit)}\n\n{table(['call', *columns, 'extra B/row'], rows)}"
 
 
 def linear_part(document: Document, commit: str | None = None) -> str:
@@ -329,19 +325,17 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     from bench_lib.modes import modes_part  # which imports this module
 
     parts = {logits_part: ["table"], linear_part: ["head", "unfused"], memory_part: ["memory"]}
-    parts |= {few_part: ["few"], modes_part: ["modes"]}
-    options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
+    parts |= {few_part: ["few"], modes_part: ["modes"], options_part: ["options"]}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
     commit, sections = first["host"]["commit"], []
     for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
         named = {name: each for name, each in documents.items() if "{{" + name + "}}" in section}
-        require_one_commit(section.partition("\n")[0], named | (options if "{{options}}" in section else {}))
+        require_one_commit(section.partition("\n")[0], named)
         for name, document in named.items():
             part = next(part for part, kinds in parts.items() if name.startswith(tuple(FILES[kind] for kind in kinds)))
             section = section.replace("{{" + name + "}}", part(document, commit))
         sections.append(section)
-    text = "".join(sections).replace("{{commit}}", short_commit(first))
-    return text.replace("{{options}}", options_part(list(options.values()), commit))
+    return "".join(sections).replace("{{commit}}", short_commit(first))
 
 
 def page(documents: dict[str, Document]) -> str:
