@@ -205,7 +205,7 @@ def _of_dtensors(rank, group, impl, vocab_size):
     logits = distribute_tensor(m["hidden"].detach() @ m["weight"].t() + m["bias"], mesh, [Shard(1)]).requires_grad_()
     if vocab_size is None:
         of_logits = dtensor.cross_entropy(logits, m["labels"], impl=impl)
-        # Not logits.grad: PyTorch 2.11 replicates what it accumulates in a leaf that is cut unevenly.
+        # Not logits.grad: PyTorch 2.11 replicates what it accumulates in a leaf of unevenly cut columns.
         (grad,) = torch.autograd.grad(of_logits, logits)
         assert grad.placements == logits.placements
         found = {"mean": ((of_logits,), [grad.to_local()])}
