@@ -123,10 +123,9 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits", name: 
     if type(labels) is not Tensor:
         check_tensor(name, labels)
     if labels.dtype not in LABEL_DTYPES or labels.layout is not torch.strided:
-        is_floating = labels.is_floating_point()
-        remedy = (
-            "only vocab_parallel_cross_entropy takes probabilities" if is_floating else f"pass ids as {name}.long()"
-        )
+        remedy = f"pass ids as {name}.long()"
+        if labels.is_floating_point():
+            remedy = "pass integer ids; only vocab_parallel_cross_entropy takes probabilities as labels"
         check_dense(name, labels, LABEL_DTYPES, f"; {remedy}")
     check_device(name, labels, tokens, subject)
 

@@ -1,4 +1,5 @@
-"""Trains, evaluates and plots, on one rank or several, on a CPU in seconds: docs/tutorial.md explains it.
+"""Trains, evaluates and plots, on one rank or several, on a CPU in seconds: docs/tutorial.md explains it. Needs
+matplotlib.
 
 python scripts/examples/tutorial.py
 torchrun --nproc-per-node 2 scripts/examples/tutorial.py
