@@ -1,5 +1,6 @@
-"""Trains, evaluates and plots, on one rank or several, on a CPU in seconds: docs/tutorial.md explains it. Needs
-matplotlib.
+"""Trains, evaluates and plots, on one rank or several, on a CPU in seconds: docs/tutorial.md explains it.
+
+It needs matplotlib.
 
 python scripts/examples/tutorial.py
 torchrun --nproc-per-node 2 scripts/examples/tutorial.py
