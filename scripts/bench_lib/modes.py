@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case
 from bench_lib.documents import Document, Result, is_timed, results_by_case
 from bench_lib.report import host_line, shown, table
 
-SHOWN_TOKENS, SHOWN_COLUMNS = (16, 64, 256, 1024), (32000, 128256)
 NOISE = 1.02
 SCALE_US = 1.5  # of the launch with which backward looks at grad_output: the host does not know that it is 1
 
 
-def slower(document: Document) -> list[str]:
-    """One line per case in which ``in_forward`` takes longer than its other ways, or than the default and a scale."""
-    lines = []
+class Slower(NamedTuple):
+    """A case in which ``in_forward`` takes longer than another mode that may run in its place."""
+
+    case: Case
+    us: float  # of in_forward
+    ratio: float  # over the other mode's time
+    other: str
+
+
+def found_slower(document: Document) -> list[Slower]:
+    """Return the cases in which ``in_forward`` takes longer than its other ways, or than the default and a scale."""
+    found = []
     for case, results in results_by_case(document).items():
         times = {name: 1e3 * result["ms"] for name, result in results.items() if is_timed(result)}
         if OURS in times:
@@ -24,8 +33,14 @@ def slower(document: Document) -> list[str]:
         name = min(times, key=lambda other: times[other], default=IN_FORWARD)
         least = 1e3 * results[IN_FORWARD].get("ms_quartiles", [chosen / 1e3])[0] if chosen else 0.0
         if least > NOISE * times.get(name, least):
-            lines.append(f"slower: {case}: {IN_FORWARD} {chosen:.2f} us, {chosen / times[name]:.2f} x {name}")
-    return lines
+            found.append(Slower(case, chosen, chosen / times[name], name))
+    return found
+
+
+def slower(document: Document) -> list[str]:
+    """One line per case that is found slower."""
+    found = found_slower(document)
+    return [f"slower: {each.case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}" for each in found]
 
 
 def fewest_rows(document: Document) -> list[str]:
@@ -53,7 +68,12 @@ def modes_table(cases: dict[Case, dict[str, Result]], names: Sequence[str]) -> s
 
 
 def modes_part(document: Document, commit: str | None = None) -> str:
-    """Both modes that a caller chooses from, in some of the document's cases."""
-    cases = results_by_case(document).items()
-    some = {case: each for case, each in cases if case.tokens in SHOWN_TOKENS and case.columns in SHOWN_COLUMNS}
-    return f"{host_line(document, commit)} Microseconds of the device:\n\n{modes_table(some, (OURS, IN_FORWARD))}"
+    """In how many cases ``in_forward`` is slower than each of the others, and by how much at most."""
+    found, parts = found_slower(document), []
+    for other in sorted({each.other for each in found}):
+        worst = max((each for each in found if each.other == other), key=lambda each: each.ratio)
+        count = sum(each.other == other for each in found)
+        name = f"`{other}`" + (f" and {SCALE_US} us" if other == OURS else "")
+        parts.append(f"in {count} than {name}, up to {worst.ratio:.2f} times its time ({worst.case})")
+    said = f"Of {len(results_by_case(document))} cases, `{IN_FORWARD}` is slower {'; '.join(parts) or 'in none'}."
+    return f"{host_line(document, commit)} {said}"
