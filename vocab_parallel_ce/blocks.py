@@ -191,7 +191,8 @@ ONE_PASS_CLUSTERS = (
     (270_337, 311_296, 256, OnePassConfig(4, 2, 18, 2, 6, 8)),
 )
 
-# (row bytes up to, rows). With fewer rows two kernels are faster, whose programs share a row. On one H200, Triton 3.6.
+# (row bytes up to, rows). With fewer rows two kernels, whose programs share a row, were faster on one H200 with Triton
+# 3.6 at 7c2b00b. At b06969f they are so with fewer than 32 rows of 64 or 128 KB alone, and never with 256 KB.
 ONE_PASS_ROWS = ((32_768, 1025), (65_536, 129), (1 << 62, CUT_ROWS + 1))
 
 

@@ -13,34 +13,40 @@ NOISE = 1.02
 SCALE_US = 1.5  # of the launch with which backward looks at grad_output: the host does not know that it is 1
 
 
-class Slower(NamedTuple):
-    """A case in which ``in_forward`` takes longer than another mode that may run in its place."""
+class Comparison(NamedTuple):
+    """``in_forward`` alongside another mode that may run in its place."""
 
     case: Case
-    us: float  # of in_forward
-    ratio: float  # over the other mode's time
     other: str
+    us: float  # of in_forward
+    ratio: float  # over the other's time; over that of the default and a scale
+    is_slower: bool
 
 
-def found_slower(document: Document) -> list[Slower]:
-    """Return the cases in which ``in_forward`` takes longer than its other ways, or than the default and a scale."""
+def comparisons(document: Document) -> list[Comparison]:
+    """Every case, once for each other mode that was timed in it."""
     found = []
     for case, results in results_by_case(document).items():
-        times = {name: 1e3 * result["ms"] for name, result in results.items() if is_timed(result)}
-        if OURS in times:
-            times[OURS] += SCALE_US
-        chosen = times.pop(IN_FORWARD, 0.0)
-        name = min(times, key=lambda other: times[other], default=IN_FORWARD)
-        least = 1e3 * results[IN_FORWARD].get("ms_quartiles", [chosen / 1e3])[0] if chosen else 0.0
-        if least > NOISE * times.get(name, least):
-            found.append(Slower(case, chosen, chosen / times[name], name))
+        timed = {name: result for name, result in results.items() if is_timed(result)}
+        if (chosen := timed.pop(IN_FORWARD, None)) is None:
+            continue
+        least, us = (1e3 * float(ms) for ms in (chosen.get("ms_quartiles", [chosen["ms"]])[0], chosen["ms"]))
+        for name, result in timed.items():
+            other = 1e3 * result["ms"] + SCALE_US * (name == OURS)
+            found.append(Comparison(case, name, us, us / other, least > NOISE * other))
     return found
 
 
 def slower(document: Document) -> list[str]:
-    """One line per case that is found slower."""
-    found = found_slower(document)
-    return [f"slower: {each.case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}" for each in found]
+    """One line per case in which ``in_forward`` is slower than another mode: than the fastest of them."""
+    worst: dict[Case, Comparison] = {}
+    for each in comparisons(document):
+        if each.is_slower and each.ratio > getattr(worst.get(each.case), "ratio", 0.0):
+            worst[each.case] = each
+    return [
+        f"slower: {case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}"
+        for case, each in worst.items()
+    ]
 
 
 def fewest_rows(document: Document) -> list[str]:
@@ -68,12 +74,14 @@ def modes_table(cases: dict[Case, dict[str, Result]], names: Sequence[str]) -> s
 
 
 def modes_part(document: Document, commit: str | None = None) -> str:
-    """In how many cases ``in_forward`` is slower than each of the others, and by how much at most."""
-    found, parts = found_slower(document), []
-    for other in sorted({each.other for each in found}):
-        worst = max((each for each in found if each.other == other), key=lambda each: each.ratio)
-        count = sum(each.other == other for each in found)
-        name = f"`{other}`" + (f" and {SCALE_US} us" if other == OURS else "")
-        parts.append(f"in {count} than {name}, up to {worst.ratio:.2f} times its time ({worst.case})")
-    said = f"Of {len(results_by_case(document))} cases, `{IN_FORWARD}` is slower {'; '.join(parts) or 'in none'}."
-    return f"{host_line(document, commit)} {said}"
+    """In how many cases ``in_forward`` is slower than each other mode, and by how much at most."""
+    lines = [host_line(document, commit) + "\n"]
+    _, one_pass = BY_NAME
+    for other, what in ((OURS, f"the default and {SCALE_US} us"), (one_pass, '`impl="one_pass"`')):
+        found = [each for each in comparisons(document) if each.other == other]
+        count, worst = sum(each.is_slower for each in found), max(found, key=lambda each: each.ratio)
+        lines.append(
+            f"- `in_forward` is slower than {what} in {count} of {len(found)} cases. The largest ratio is "
+            f"{worst.ratio:.2f}, of {worst.case}."
+        )
+    return "\n".join(lines)

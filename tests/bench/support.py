@@ -14,6 +14,7 @@ from bench_lib import cases, measure, providers, timing  # noqa: E402
 # Few calls are enough for these tests.
 cases.MOST_BUFFERS, cases.MOST_EAGER_CALLS = 4, 20
 OURS, IN_FORWARD, EAGER, SHARDED = cases.OURS, cases.IN_FORWARD, cases.EAGER, cases.SHARDED
+TRITON, ONE_PASS = cases.BY_NAME
 KNOWN = [each for each in providers.PROVIDERS if each.takes == "logits"]
 LOGITS = cases.Case("none", 96, 40, 1, dtype="float32")
 HEAD = cases.Case("mean", 48, 64, 1, 32, "float32")
