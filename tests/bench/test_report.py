@@ -134,6 +134,11 @@ def test_the_committed_documents_are_complete():
             assert all(documents.is_timed(results[OURS]) for results in found.values()), name
 
 
+@pytest.mark.xfail(raises=AssertionError, reason="one_pass is faster with few rows than its thresholds say")
+def test_no_mode_of_the_committed_document_is_slower_than_another():
+    assert not modes.slower(COMMITTED["bench_modes_1gpu"] if "bench_modes_1gpu" in COMMITTED else document())
+
+
 def test_the_page_says_where_in_forward_is_slower_than_another_mode():
     """A mode asked for by name may be slower than the default, or than its other way."""
     times = {16: (19.0, 24.0, 20.0), 64: (30.0, 31.0, 25.0), 128: (40.0, 40.0, 40.0)}
