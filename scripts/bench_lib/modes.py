@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case
@@ -39,14 +40,9 @@ def comparisons(document: Document) -> list[Comparison]:
 
 def slower(document: Document) -> list[str]:
     """One line per case in which ``in_forward`` is slower than another mode: than the fastest of them."""
-    worst: dict[Case, Comparison] = {}
-    for each in comparisons(document):
-        if each.is_slower and each.ratio > getattr(worst.get(each.case), "ratio", 0.0):
-            worst[each.case] = each
-    return [
-        f"slower: {case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}"
-        for case, each in worst.items()
-    ]
+    found = [each for each in comparisons(document) if each.is_slower]
+    worst = [max(of_case, key=lambda each: each.ratio) for _, of_case in groupby(found, key=lambda each: each.case)]
+    return [f"slower: {each.case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}" for each in worst]
 
 
 def fewest_rows(document: Document) -> list[str]:
@@ -75,10 +71,10 @@ def modes_table(cases: dict[Case, dict[str, Result]], names: Sequence[str]) -> s
 
 def modes_part(document: Document, commit: str | None = None) -> str:
     """In how many cases ``in_forward`` is slower than each other mode, and by how much at most."""
-    lines = [host_line(document, commit) + "\n"]
+    lines, every = [host_line(document, commit) + "\n"], comparisons(document)
     _, one_pass = BY_NAME
     for other, what in ((OURS, f"the default and {SCALE_US} us"), (one_pass, '`impl="one_pass"`')):
-        found = [each for each in comparisons(document) if each.other == other]
+        found = [each for each in every if each.other == other]
         count, worst = sum(each.is_slower for each in found), max(found, key=lambda each: each.ratio)
         lines.append(
             f"- `in_forward` is slower than {what} in {count} of {len(found)} cases. The largest ratio is "
