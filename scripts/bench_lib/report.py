@@ -220,8 +220,6 @@ def options_part(document: Document, commit: str | None = None) -> str:
     first = next(iter(columns.values()))
     rows = []
     for name in dict.fromkeys(name for results in columns.values() for name in results):
-        if "return_metrics" in name:  # predictions, and two outputs that are gone
-            continue
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
         cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
