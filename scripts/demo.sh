@@ -8,6 +8,7 @@
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+vpce_for=demo
 . scripts/setup.sh
 
 vpce_imports "$VPCE_PYTHON" tokenizers tqdm matplotlib ||

@@ -28,15 +28,20 @@ case "$*" in
     "-m pip "*--version) ;;
     "-m pip "*)
         echo "pip $0" >>"$stub/log"
+        echo "Downloading a package"
         if [[ -e $stub/pip-error ]]; then cat "$stub/pip-error" >&2 && exit 1; fi ;;
     "-m pytest"*) echo "pytest $0" >>"$stub/log" ;;
-    *"import torch,pytest") grep -qsxF "$0" "$stub/packages" ;;
+    *"import tokenizers,"*) ;;
+    *"torch.cuda.device_count()"*) echo 1 ;;
+    *scripts/train_lm.py*) echo '{{"png": "curves.png"}}' ;;
+    *"import torch,"*) grep -qsxF "$0" "$stub/packages" ;;
     *"import torch;"*) cat "$stub/gpu-torch" 2>/dev/null ;;
     *) exec "{python}" "$@" ;;
 esac
 """
 TOO_OLD = "#!/usr/bin/env bash\nexit 1\n"
 PIP_CALLS = 3  # pip itself, torch and the extras, what comes without its dependencies
+DEMO_CALLS = 2  # of these the last is for tests alone
 
 
 class Checkout:
@@ -50,7 +55,7 @@ class Checkout:
         (self.root / "scripts").mkdir(parents=True)
         self.stubs.mkdir()
         shutil.copy(ROOT / "pyproject.toml", self.root)
-        for name in ("setup.sh", "test.sh", "constraints.txt"):
+        for name in ("setup.sh", "test.sh", "demo.sh", "constraints.txt"):
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
         self.write_stub(self.stubs / "python3")
 
@@ -103,6 +108,29 @@ def test_a_setup_makes_the_environment_once(checkout: Checkout) -> None:
     assert checkout.run() == (0, str(checkout.python), "")
     assert snapshot(checkout.root) == before
     assert len(checkout.log()) == 1 + PIP_CALLS
+
+
+def test_the_demo_fetches_what_it_needs_alone_and_the_tests_the_rest(checkout: Checkout) -> None:
+    for _ in range(2):
+        status, stdout, stderr = checkout.run("demo.sh")
+        assert (status, stdout) == (0, '{"png": "curves.png"}'), stderr
+        assert checkout.log() == [f"venv {checkout.venv}", *DEMO_CALLS * [f"pip {checkout.python}"]]
+    installed = (checkout.stubs / "arguments").read_text()
+    assert f"-e {checkout.root}[demo]\n" in installed
+    assert "triton==" not in installed and "torchtitan" not in installed
+
+    assert checkout.run("test.sh")[0] == 0
+    assert f"-e {checkout.root}[triton,test,demo,dev,frameworks]\n" in (checkout.stubs / "arguments").read_text()
+    log = checkout.log()
+    assert log[1 + DEMO_CALLS :] == [*PIP_CALLS * [f"pip {checkout.python}"], f"pytest {checkout.python}"]
+    assert checkout.run("demo.sh")[0] == 0  # what the tests have is enough
+    assert checkout.log() == log
+
+
+def test_what_pip_says_is_seen_and_is_not_taken_for_the_result(checkout: Checkout) -> None:
+    _, stdout, stderr = checkout.run()
+    assert stdout == str(checkout.python)
+    assert stderr.count("Downloading a package\n") == PIP_CALLS
 
 
 @pytest.mark.parametrize("gpu_torch", [None, "2.11.0"])
