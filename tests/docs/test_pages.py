@@ -9,7 +9,7 @@ from tests.docs.markdown import GENERATED, PAGES, README, ROOT, anchors, links, 
 
 pytestmark = pytest.mark.reference
 
-MOST_WORDS = 750
+MOST_WORDS = 800
 PACKAGE = ROOT / "vocab_parallel_ce"
 
 # What to say instead -> what was said. Upper and lower case are the same.
@@ -45,6 +45,14 @@ def test_the_readme_is_a_page():
     assert GENERATED.findall(text) == ["numbers"]
     n_words = len(GENERATED.sub("", text).split())
     assert n_words <= MOST_WORDS, f"README.md: at most {MOST_WORDS} words, got {n_words}; move some to docs/"
+
+
+def test_the_two_commands_are_on_the_first_screen_and_ci_runs_them():
+    first_screen = README.read_text(encoding="utf-8").splitlines()[:25]
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("bash scripts/demo.sh", "bash scripts/test.sh"):
+        assert any(line.startswith(f"{command} ") for line in first_screen), f"README.md does not begin with {command}"
+        assert re.search(rf"^stage\S* .*{re.escape(command)}", ci, flags=re.MULTILINE), f".ci/run does not call {command}"
 
 
 def test_the_package_has_no_old_word():
