@@ -1,6 +1,7 @@
 """The module of a fused projection and loss, and the heads that it shares or owns."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -38,8 +39,9 @@ def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_devic
     impl, device = impl_device
     inputs, hidden, labels = _inputs(device, bias=True)
     head = SHARED[name](inputs, device)
+    owner = nn.ModuleList([head])
     module = LinearCrossEntropy(head, impl=impl, label_smoothing=0.1, reduction="sum")
-    assert not module.state_dict() and not list(module.parameters())
+    assert [*owner.state_dict()][0] == "0.weight" and not module.state_dict() and not list(module.parameters())
     loss = module(hidden, labels, num_items=3)
     loss.backward()
     bias = getattr(head, "bias", None)
@@ -68,7 +70,8 @@ def test_class_weights_are_a_buffer():
     inputs, head = projection(), nn.Linear(WIDTH, COLUMNS, bias=False)
     given = {"class_weight": weights(), "label_smoothing": 0.1}
     module = LinearCrossEntropy(head, **given)
-    assert module.state_dict().keys() == {"class_weight"} and not list(module.parameters())
+    assert module.state_dict().keys() == {"class_weight", "linear.weight"}
+    assert [*module.parameters()] == [head.weight]
     expected = linear_cross_entropy(inputs.hidden, head.weight, inputs.labels, **given)
     assert torch.equal(module(inputs.hidden, inputs.labels), expected)
 
@@ -161,3 +164,67 @@ def test_functional_call_trains_the_weight_that_it_is_given():
     loss.backward()
     assert model.embedding.weight.grad is None
     _assert_tied(loss, new.grad, new, tokens, labels)
+
+
+class OfAModel(nn.Module):
+    """A loss whose head is an attribute of the model too: before the loss is made, after it, or never."""
+
+    def __init__(self, when):
+        super().__init__()
+        head = nn.Linear(WIDTH, COLUMNS, bias=False)
+        if when == "before":
+            self.head = head
+        self.loss = LinearCrossEntropy(head)
+        if when == "after":
+            self.head = head
+
+    def forward(self, hidden, labels):
+        return self.loss(hidden, labels)
+
+
+NAMES = {
+    "never": ["loss.linear.weight"],
+    "before": ["head.weight"],
+    "after": ["loss.linear.weight", "head.weight"],
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("when", NAMES)
+@pytest.mark.parametrize("way", (lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))))
+def test_an_optimizer_moves_the_head_whoever_owns_it(when, way):
+    """Copies and pickles too. A head that nobody owned was in no parameters(): it never moved."""
+    model, inputs = OfAModel(when), projection()
+    first = model.loss.head.weight.detach().clone()
+    twin = way(model)
+    assert list(twin.state_dict()) == NAMES[when] and len(list(twin.parameters())) == 1
+    assert twin.loss.head.weight is next(twin.parameters())
+    expected = F.linear(inputs.hidden.double(), leaf := first.double().requires_grad_())
+    F.cross_entropy(expected, inputs.labels, ignore_index=IGNORE_INDEX).backward()
+    twin(inputs.hidden, inputs.labels).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.5).step()
+    assert torch.allclose(twin.loss.head.weight.double(), first.double() - 0.5 * leaf.grad, rtol=1e-5, atol=1e-6)
+    assert twin is model or torch.equal(model.loss.head.weight, first)
+
+
+OWNERS = {
+    "ModuleList": lambda head: nn.ModuleList([head]),
+    "Sequential": lambda head: nn.Sequential(nn.Identity(), head),
+    "ModuleDict": lambda head: nn.ModuleDict({"head": head}),
+    "a loss": LinearCrossEntropy,
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("head", (lambda: nn.Linear(WIDTH, COLUMNS), lambda: nn.Embedding(COLUMNS, WIDTH)))
+def test_a_head_is_the_losss_own_unless_a_module_has_it(name, head):
+    """Not a dict, a list, a variable, nor a module that is gone."""
+    head = head()
+    holders = [head], {"_modules": head}, {"_modules": {"head": head}}
+    owner = OWNERS[name](head)
+    shared = LinearCrossEntropy(head)
+    assert shared.head is head and not list(shared.parameters()) and head in owner.modules()
+    del owner
+    alone = LinearCrossEntropy(head)
+    assert alone.linear is alone.head is head is holders[0][0] and list(alone.parameters()) == list(head.parameters())

@@ -64,7 +64,7 @@ def test_other_attributes_may_be_set_as_of_every_module(kind):
     module.step, module.ds_id, module._hook, module.tag = 3, 1, None, torch.nn.Identity()
     module.forward = module.forward
     module.eval().train()
-    assert module.step == 3 and not module.state_dict()
+    assert module.step == 3 and not {*module.state_dict()} - {"linear.weight"}
 
 
 def test_a_head_that_is_set_is_refused_at_the_call():

@@ -169,8 +169,9 @@ def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
     if family == "linear":
         head = torch.nn.Linear(WIDTH, COLUMNS)
         head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
+        owner = torch.nn.ModuleList([head])
         options |= {"gradient": "in_backward", "chunk_size": 2}
-        make = partial(package.LinearCrossEntropy, head.to(device))
+        make = partial(package.LinearCrossEntropy, owner.to(device)[0])
         given = hidden, labels
         function = partial(package.linear_cross_entropy, hidden, head.weight, labels, bias=head.bias)
     else:
@@ -198,7 +199,8 @@ def test_the_module_shows_its_options():
     assert repr(module) == f"VocabParallelCrossEntropy({shown})"
     module.label_smoothing = 0.0
     assert "label_smoothing" not in repr(module)
-    module = package.LinearCrossEntropy(torch.nn.Linear(4, 7), chunk_size=8, valid_tokens=2)
+    owner = torch.nn.ModuleList([torch.nn.Linear(4, 7)])
+    module = package.LinearCrossEntropy(owner[0], chunk_size=8, valid_tokens=2)
     assert repr(module) == "LinearCrossEntropy(1 rank, weight=(7, 4), chunk_size=8, valid_tokens=2)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -129,10 +130,11 @@ class LinearCrossEntropy(_LossModule):
     ``group``: that of its mesh is taken, and ``hidden`` is a plain tensor, the same on every rank.
 
     Args:
-        head: the ``nn.Linear`` (its bias too) or ``nn.Embedding`` of this rank's ``C`` rows. It is shared: it
-            stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
-            a head of this module's own, ``self.linear``.
-        in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own. ``C`` may be 0 on a
+        head: the ``nn.Linear`` (its bias too) or ``nn.Embedding`` of this rank's ``C`` rows. If a module has it as an
+            attribute when the loss is made, it is shared: it stays in the ``state_dict`` and the ``parameters()`` of
+            its owner alone. Otherwise it becomes this module's own, ``self.linear``. Its weight is looked up at each
+            call. None for a new head.
+        in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a new head. ``C`` may be 0 on a
             rank with ``vocab_size``.
         class_weight: a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
         others: as in :func:`linear_cross_entropy`.
@@ -200,7 +202,9 @@ class LinearCrossEntropy(_LossModule):
                 "which has its own bias"
             )
         # In a tuple: what is shared is no submodule of this module.
-        self.shared = () if head is None else (head,)
+        self.shared = (head,) if head is not None and _has_owner(head) else ()
+        if head is not None and not self.shared:
+            self.linear = head
         _check_head(self.head)
         if self.head.weight.dim() != 2:
             raise ValueError(f"weight: expected shape [C, D], got {tuple(self.head.weight.shape)}")
@@ -226,6 +230,19 @@ class LinearCrossEntropy(_LossModule):
 
     def extra_repr(self) -> str:
         return self._shown(group_position(self._group())[1], weight=tuple(self.head.weight.shape))
+
+
+def _has_owner(head: nn.Module) -> bool:
+    """Return whether a module has the head among its children."""
+    for children in gc.get_referrers(head):
+        if isinstance(children, dict):
+            # The attributes hold it, and are a dict or not, as the version of Python has it.
+            holders = gc.get_referrers(children)
+            attributes = [each for each in holders if type(each) is dict and each.get("_modules") is children]
+            owners = gc.get_referrers(*attributes)
+            if any(isinstance(each, nn.Module) and each._modules is children for each in holders + owners):
+                return True
+    return False
 
 
 def _check_head(head: Any) -> None:
