@@ -22,6 +22,10 @@ NOT_ONE_HOT = (
     "pass the global id of each token, or one-hot labels as probabilities of a floating-point dtype to "
     "vocab_parallel_cross_entropy"
 )
+NOT_WEIGHT = (
+    "weight: expected weights of classes as class_weight, got weight; rename it (a head's weight goes to "
+    "linear_cross_entropy, or in the head to LinearCrossEntropy)"
+)
 IN_TRANSFORM = (
     "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"

@@ -237,6 +237,30 @@ def a_head():
     return {"head": nn.Linear(WIDTH, COLUMNS)}
 
 
+def of_positions(positions, **keywords):
+    return LinearCrossEntropy(*positions, **keywords)
+
+
+MISPLACED: list[Row] = [
+    (
+        {"positions": (16, 50)},
+        TypeError,
+        "LinearCrossEntropy: expected a head, .* got 2 .* in_features=16, columns=50 and",
+    ),
+    (
+        {"positions": (16, 50, True)},
+        TypeError,
+        "LinearCrossEntropy: .* got 3 .* in_features=16, columns=50, bias=True and",
+    ),
+    (
+        {"positions": (nn.Linear(2, 3), "sum")},
+        TypeError,
+        "LinearCrossEntropy: .*, got 2 .* in_features=D, columns=C and",
+    ),
+    ({"weight": torch.ones(3)}, TypeError, "weight: expected weights of classes as class_weight, got weight; .*head"),
+]
+
+
 def with_attributes(hidden, labels, **attributes):
     """A call of a module whose attributes are set after it was made."""
     module = LinearCrossEntropy(nn.Linear(WIDTH, COLUMNS), label_smoothing=0.3)
@@ -255,6 +279,7 @@ TABLES = [
     ),
     Table("linear_token_log_probs", linear_token_log_probs, a_call, [*OF_BOTH, *OF_LOG_PROBS]),
     Table("LinearCrossEntropy", LinearCrossEntropy, a_head, HEADS),
+    Table("LinearCrossEntropy misplaced", of_positions, lambda: {"positions": ()}, MISPLACED),
     Table("LinearCrossEntropy made", made_of_changed, dict, CHANGED),
     Table("LinearCrossEntropy used", used_when_changed, dict, CHANGED),
     Table("LinearCrossEntropy set", with_attributes, lambda: {"hidden": HIDDEN, "labels": LABELS}, WHEN_SET),

@@ -66,6 +66,7 @@ OF_LOSS: list[Row] = [
     *(({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {value}$") for value in (-0.1, NAN, 10**400)),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
     *OUTPUTS,
+    ({"weight": ONES}, TypeError, "weight: expected weights of classes as class_weight, got weight; rename"),
     ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
 ]
 # A prediction travels as fp32, which has no 2**24 + 1.
@@ -151,6 +152,15 @@ def with_attributes(logits, labels, **attributes):
     return module(logits, labels)
 
 
+def of_positions(positions):
+    return VocabParallelCrossEntropy(*positions)
+
+
+POSITIONS: Row = (
+    {"positions": (ONES,)},
+    TypeError,
+    "VocabParallelCrossEntropy: expected keywords alone, got 1 .*class_weight=",
+)
 TABLES = [
     Table(
         "vocab_parallel_cross_entropy",
@@ -160,5 +170,6 @@ TABLES = [
     ),
     Table("token_log_probs", token_log_probs, a_call, [*OF_BOTH, *OF_SHARDS, *TENSORS, *OF_LOG_PROBS]),
     Table("VocabParallelCrossEntropy", VocabParallelCrossEntropy, dict, [*OF_BOTH, *OF_LOSS, *WHEN_MADE]),
+    Table("VocabParallelCrossEntropy misplaced", of_positions, lambda: {"positions": ()}, [POSITIONS]),
     Table("VocabParallelCrossEntropy set", with_attributes, a_call, WHEN_SET),
 ]

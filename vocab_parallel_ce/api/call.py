@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from vocab_parallel_ce import verify
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
@@ -156,6 +157,8 @@ def public(
     """
 
     def decorate(function: Function) -> Function:
+        takes_class_weight = {"class_weight", "weight"} & {*inspect.signature(function).parameters} == {"class_weight"}
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if verify.is_on and verifies:
                 return verify.verified(function, args, kwargs)
@@ -172,6 +175,8 @@ def public(
         def call(*args: Any, **kwargs: Any) -> Any:
             if "group" in kwargs:
                 kwargs["group"] = process_group_of(kwargs["group"])
+            if takes_class_weight and "weight" in kwargs:
+                raise TypeError(checks.NOT_WEIGHT)
             compiles = torch.compiler.is_dynamo_compiling()
             if not compiles and torch.compiler.is_exporting() and eager_if and eager_if(kwargs):
                 raise RuntimeError(f"{why}, not torch.export")

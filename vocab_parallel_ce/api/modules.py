@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,29 @@ def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return a function's options with their defaults, except of what each call of a module takes anew."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")}
+
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def _by_name(init: Constructor) -> Constructor:
+    """Decorate a constructor: an error names what PyTorch's modules take by position, or by another name."""
+    takes_head = "head" in inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: nn.Module, *args: Any, **options: Any) -> None:
+        if "weight" in options:
+            raise TypeError(checks.NOT_WEIGHT)
+        if len(args) > takes_head:
+            expected, names = "keywords alone", "options by name, as class_weight="
+            if takes_head:
+                sizes = args if all(isinstance(each, int) for each in args) else ("D", "C")
+                shown = ", ".join(f"{n}={v}" for n, v in zip(("in_features", "columns", "bias"), sizes, strict=False))
+                expected, names = "a head, or keywords alone", f"{shown} and options by name"
+            raise TypeError(f"{type(self).__name__}: expected {expected}, got {len(args)} arguments; pass {names}")
+        init(self, *args, **options)
+
+    return checked  # type: ignore[return-value]
 
 
 class _LossModule(nn.Module):
@@ -90,6 +114,7 @@ class VocabParallelCrossEntropy(_LossModule):
 
     defaults = _options_of(vocab_parallel_cross_entropy)
 
+    @_by_name
     def __init__(
         self,
         *,
@@ -153,7 +178,9 @@ class LinearCrossEntropy(_LossModule):
     """
 
     defaults = _options_of(linear_cross_entropy)
+    linear: nn.Linear | nn.Embedding  # unless the head is shared
 
+    @_by_name
     def __init__(
         self,
         head: nn.Linear | nn.Embedding | None = None,
