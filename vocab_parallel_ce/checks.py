@@ -298,5 +298,15 @@ def check_label_range(
         raise ValueError(f"{name}: must be in [0, {vocab_size}){others}, got {got}")
 
 
+def check_some_kept(threshold: Tensor, row_max: Tensor) -> None:
+    """Raise ValueError if a threshold is above all logits of its row, of which ``row_max [N]`` is then ``-inf``."""
+    above = threshold[(row_max == -math.inf) & (threshold > -math.inf)] if not has_no_values(row_max) else threshold[:0]
+    if len(above):
+        raise ValueError(
+            f"threshold: must be at most the largest logit of each row, got {len(above)} above all of its row, the "
+            f"first {float(above[0]):.7g}; find it by sampling_threshold, or give these tokens the label ignore_index"
+        )
+
+
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)

@@ -12,7 +12,9 @@ OF_THRESHOLDS: list[Row] = [
     ({"logits": torch.tensor(1.0)}, ValueError, "logits: expected shape"),
     ({"top_p": 0.0}, ValueError, r"top_p: must be in \(0, 1\], got 0.0$"),
     ({"top_p": 1.1}, ValueError, r"top_p: must be in \(0, 1\], got 1.1$"),
-    ({"top_k": 0}, ValueError, "top_k: must be"),
+    ({"top_k": -2}, ValueError, "top_k: must be at least 1, or None, 0 or -1 for all, got -2$"),
+    ({"top_k": 2.0}, TypeError, "top_k: expected an int, got float"),
+    ({"top_k": True}, TypeError, "top_k: expected an int, got bool"),
     ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature: expected 1 element"),
 ]

@@ -199,7 +199,8 @@ def token_log_probs(
         threshold: logits below it take no part, as if they were ``-inf``: a floating-point tensor of one element, or of
             one for each label, without a gradient, as :func:`sampling_threshold` returns it. Outputs are then of the
             distribution that a sampler used. A label below it has ``-inf``; if its own gradient is infinite or NaN,
-            that of all columns below is NaN. Not with given ids and ``"mean_logit"``.
+            that of all columns below is NaN. One above all logits of a token that is not ignored raises on a CPU, where
+            plain PyTorch computes; elsewhere that token is NaN. Not with given ids and ``"mean_logit"``.
         kept: ``[..., k]`` int64 or int32 global ids, the same on every rank; -1 where a token has fewer: the softmax is
             over these alone, as of a sampler that kept them, and the gradient of all other logits is 0. Only these
             logits are read. An id that is twice counts once; one outside the vocabulary makes its token NaN; a label

@@ -9,6 +9,9 @@ searched among the logits' bit patterns, which are ordered as the numbers are: a
 counts or sums above them of all ranks, and leaves an 8th of the range. Kernels read the logits once a step; plain
 PyTorch sorts them first.
 
+The threshold is then moved to the middle between this last kept logit and the first dropped one, the largest below it
+of all ranks: other roundings of the logits, as those of a head in fp32, are on the same side.
+
 Exponentials, at most 1, become multiples of 2**-40, and sums are int64: exact, in any order. So a row has the same
 threshold whatever rows it comes with, and however many ranks share its columns.
 """
@@ -25,7 +28,7 @@ from vocab_parallel_ce import checks, spec, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.top_k import Gather, sharded_rows
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.largest import count_equal, has_kernels, largest_values, n_compared, sums_above
+from vocab_parallel_ce.largest import count_equal, has_kernels, largest_below, largest_values, n_compared, sums_above
 from vocab_parallel_ce.layout import INTEGERS, compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -35,6 +38,7 @@ from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows
 N_BITS = 3  # that a step finds
 LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no sign
 UNIT = 2.0**40  # of an exponential of 1: 2**22 of them fit
+NEARLY_1 = 1 - 2.0**-25  # which fp32 rounds to 1
 MOST_LISTED = 1024  # logits of top_k: more are searched for
 MOST_ELEMENTS = 2**25  # of a rank's logits that are compared or sorted at once: that takes about 32 bytes each
 
@@ -51,27 +55,29 @@ def sampling_threshold(
     group: Any = None,
     vocab_size: int | VocabShard | None = None,
 ) -> Tensor:
-    """Return the smallest logit of each row from which a sampler draws: ``threshold`` of :func:`token_log_probs`.
+    """Return for each row a number below which a sampler drops logits: ``threshold`` of :func:`token_log_probs`.
 
-    As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
-    of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Equal logits stay in or go together. It has no
-    gradient. Overwrites nothing.
+    It is in the middle between the smallest logit that stays and the largest that goes, so that it parts the same
+    logits when they are rounded in another way. As samplers do, ``top_k`` first; the nucleus is the smallest set of the
+    largest logits that has at least ``top_p`` of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751), to a share
+    of ``V * 2**-40``. Equal logits stay in or go together. It has no gradient. Overwrites nothing.
 
-    Collectives: with ``top_k`` up to 1024, per 2**25 compared logits of a rank (about 64 of each of ``top_k`` and
-    row), one all_gather of 4 bytes (fp64: 8) per logit of ``top_k`` and row, and one of 4 bytes with ``top_p``.
-    Otherwise, per 2**25 logits of a rank, on a GPU per 2**25 rows, one of 4 bytes per row, and 6 of 56 bytes for
-    ``top_k``, 6 and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. ``torch.compile`` breaks its
-    graph.
+    Collectives: none if all logits stay. With ``top_k`` up to 1024, per 2**25 compared logits of a rank (about 64 of
+    each of ``top_k`` and row), one all_gather of 4 bytes (fp64: 8) per logit of ``top_k`` and row, and one of 4 bytes
+    with ``top_p``. Otherwise, per 2**25 logits of a rank, on a GPU per 2**25 rows, one of 4 bytes per row, and 6 of 56
+    bytes for ``top_k``, 6 and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. In both cases one more
+    of 4 bytes (fp64: 8) per row. ``torch.compile`` breaks its graph.
 
     Args:
         logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
-        top_k: at least 1, or None for all.
-        top_p: above 0, at most 1.
+        top_k: at least 1; None, or as in vLLM 0 or -1, for all.
+        top_p: above 0, at most 1. What fp32 rounds to 1, from ``1 - 2**-25`` on, is 1: all stay.
         temperature, softcap, logit_scale: as in :func:`token_log_probs`; the nucleus depends on them.
         group, vocab_size: as in :func:`vocab_parallel_cross_entropy`.
 
     Returns:
-        ``[...]`` fp32, fp64 for fp64 logits, equal on all ranks; ``-inf`` in a row with NaN or ``+inf``.
+        ``[...]`` fp32, fp64 for fp64 logits, equal on all ranks; ``-inf`` in a row that loses nothing or only ``-inf``,
+        and in one with NaN or ``+inf``.
 
     Raises:
         TypeError, ValueError: a type, dtype or value does not fit.
@@ -81,13 +87,19 @@ def sampling_threshold(
         >>> logits = torch.tensor([[3.0, 3.0, 0.0, 0.0]])
         >>> threshold = sampling_threshold(logits, top_k=2)
         >>> threshold
-        tensor([3.])
+        tensor([1.5000])
         >>> token_log_probs(logits, torch.tensor([1]), threshold=threshold)  # log 1 / 2
         tensor([-0.6931])
     """
     rows, shard, gather = sharded_rows(logits, vocab_size, group)
-    k = None if top_k is None else checks.checked_count("top_k", top_k)
+    k = None
+    if top_k is not None:
+        checks.check_integer("top_k", top_k)
+        if top_k < -1:
+            raise ValueError(f"top_k: must be at least 1, or None, 0 or -1 for all, got {top_k}")
+        k = int(top_k) if top_k > 0 else None
     checks.check_number("top_p", top_p, positive=True, at_most=1)
+    share = 1.0 if top_p >= NEARLY_1 else float(top_p)
     number, row_temperature = 1.0, None
     if isinstance(temperature, Tensor):
         tokens, role, settings = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
@@ -99,10 +111,12 @@ def sampling_threshold(
     settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)
     options = loss_options(settings, shard.vocab_size)
     if verify.open_calls:
-        arguments = {"top_k": k, "top_p": float(top_p), "options": options, "temperature": row_temperature}
+        arguments = {"top_k": k, "top_p": share, "options": options, "temperature": row_temperature}
         verify.compare_logits("sampling_threshold", logits, shard, vocab_size, **arguments)
     if k is not None and k >= shard.vocab_size:
         k = None
+    if k is None and share == 1:
+        return logits.new_full(logits.shape[:-1], NEG_INF, dtype=compute_dtype(logits.dtype))
     width = -(-shard.vocab_size // group_position(group)[1])
     if k is not None and k <= MOST_LISTED:
         width = n_compared(width, k)
@@ -111,14 +125,25 @@ def sampling_threshold(
     step, thresholds = max(MOST_ELEMENTS // width, 1), []
     for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True):
         temperatures = None if row_temperature is None else row_temperature[start : start + len(part)]
-        thresholds.append(_threshold(part, at_rows(options, temperatures), k, float(top_p), gather))
+        thresholds.append(_threshold(part, at_rows(options, temperatures), k, share, gather))
     return torch.cat(thresholds).view(logits.shape[:-1])
 
 
 @torch.no_grad()
 def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather) -> Tensor:
-    if top_k is not None and top_k <= MOST_LISTED:
-        return _threshold_of_few(rows, options, top_k, top_p, gather)
+    find = _least_of_few if top_k is not None and top_k <= MOST_LISTED else _least_of_many
+    least, row_max = find(rows, options, top_k, top_p, gather)
+    dropped = gather(largest_below(rows, least)).amax(dim=0).to(least.dtype)
+    middle = dropped / 2 + least / 2  # their sum may overflow
+    # Of adjacent numbers, the middle may be the lower one.
+    threshold = torch.where((dropped < middle) & (middle <= least), middle, least) + 0.0  # no -0
+    return torch.where(row_max.isfinite() & (dropped > NEG_INF), threshold, NEG_INF)
+
+
+def _least_of_many(
+    rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather
+) -> tuple[Tensor, Tensor]:
+    """Return the smallest logit that stays, and the largest, of all ranks, by their bits."""
     columns = _Columns(rows, options, gather)
     least = torch.full_like(columns.largest, columns.lowest)
     if top_k is not None:
@@ -126,11 +151,14 @@ def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: flo
     if top_p < 1:
         kept_mass = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
         least = columns.first_below(least, counts=False, bound=kept_mass.double() * top_p)
-    return torch.where(columns.row_max.isfinite(), columns.value_of(least), NEG_INF).to(compute_dtype(rows.dtype))
+    return columns.value_of(least).to(compute_dtype(rows.dtype)), columns.row_max
 
 
-def _threshold_of_few(rows: Tensor, options: LossOptions, top_k: int, top_p: float, gather: Gather) -> Tensor:
-    """Return the threshold by the list of the ``top_k`` largest logits of all ranks."""
+def _least_of_few(
+    rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather
+) -> tuple[Tensor, Tensor]:
+    """Return the same by the list of the ``top_k`` largest logits of all ranks."""
+    assert top_k is not None
     missing = max(top_k - rows.shape[-1], 0)
     listed = largest_values(rows, top_k - missing).to(compute_dtype(rows.dtype))
     listed = gather(F.pad(listed, (0, missing), value=NEG_INF)).transpose(0, 1).flatten(1)
@@ -144,7 +172,7 @@ def _threshold_of_few(rows: Tensor, options: LossOptions, top_k: int, top_p: flo
         before = exps.cumsum(dim=-1) - exps
         last = (before < (kept.double() * top_p).unsqueeze(-1)).sum(dim=-1, keepdim=True) - 1
         least = x.gather(-1, last.clamp(min=0))
-    return torch.where(x[:, 0].isfinite(), least.squeeze(-1) + 0.0, NEG_INF)  # no -0
+    return least.squeeze(-1), x[:, 0]
 
 
 class _Columns:
@@ -153,7 +181,8 @@ class _Columns:
     def __init__(self, rows: Tensor, options: LossOptions, gather: Gather) -> None:
         self.gather = gather
         self.dtype, self.integer = rows.dtype, INTEGERS[rows.itemsize]
-        self.lowest, highest = (int(self.key_of(torch.tensor(value))) for value in (NEG_INF, INF))
+        ends = torch.tensor([NEG_INF, INF], device="cpu")  # whatever the default device is
+        self.lowest, highest = self.key_of(ends).tolist()
         self.n_keys = highest - self.lowest + 1
         largest = rows.amax(dim=-1) if rows.shape[-1] else rows.new_full(rows.shape[:1], NEG_INF)
         self.row_max = gather(largest).amax(dim=0)

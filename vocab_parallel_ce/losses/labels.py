@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import reference, spec
+from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, OnePassConfig, one_pass_config
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
@@ -97,6 +97,9 @@ class LabelLoss(Loss):
     ) -> Tensor:
         if name == "predictions":
             return spec.predictions(stats, targets.labels, options)
+        if name == "loss" and targets.threshold is not None and stats.row_max.device.type == "cpu":
+            ignored = spec.is_ignored(targets.labels, options.ignore_index)
+            checks.check_some_kept(targets.threshold.masked_fill(ignored, NEG_INF), stats.row_max)
         value: Tensor = getattr(spec, name)(stats, targets.labels, shard.vocab_size, options)
         return value
 
