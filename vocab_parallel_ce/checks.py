@@ -46,7 +46,7 @@ def naming(**names: str) -> Iterator[None]:
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Raise unless it is a plain tensor: no DTensor, and nothing that a collective has yet to fill."""
+    """Raise unless it is a plain tensor: no DTensor or MaskedTensor, and nothing that a collective has yet to fill."""
     kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
@@ -55,8 +55,16 @@ def check_tensor(name: str, tensor: object) -> None:
             f"{name}: expected this rank's part as a plain torch.Tensor, got a {kind} of global shape "
             f"{tuple(tensor.shape)}; pass its to_local(); vocab_parallel_ce.integrations.dtensor takes DTensor logits"
         )
+    check_no_mask(name, tensor)
     if hasattr(tensor, "trigger_wait"):
         raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")
+
+
+def check_no_mask(name: str, tensor: Tensor) -> None:
+    if type(tensor).__name__ == "MaskedTensor":
+        raise TypeError(
+            f"{name}: expected a tensor without a mask, got MaskedTensor; pass its get_data() or to_tensor()"
+        )
 
 
 def has_no_values(tensor: Tensor) -> bool:
@@ -245,6 +253,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     if not isinstance(num_items, Tensor):
         check_number("num_items", num_items)
         return
+    check_no_mask("num_items", num_items)
     check_requires_no_gradient("num_items", num_items)
     if num_items.layout is not torch.strided:
         raise TypeError(f"num_items: expected a dense tensor, got layout {num_items.layout}; pass its to_dense()")

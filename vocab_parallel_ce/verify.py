@@ -311,7 +311,7 @@ def _check_not_whole(name: str, sampled: Sequence[str | None]) -> None:
 
 def _compare_hidden(name: str, fingerprints: Sequence[tuple[float, ...]]) -> None:
     """Raise ValueError if fingerprints of hidden states differ by more than rounding."""
-    prints = torch.tensor(fingerprints, dtype=torch.float64)
+    prints = torch.tensor(fingerprints, dtype=torch.float64, device="cpu")
     difference = (prints.unsqueeze(1) - prints).abs().amax(-1)
     is_close = ~(difference > TOLERANCE * prints[:, 0].max())  # nothing differs from NaN or infinity
     usual = max(range(len(prints)), key=is_close.sum(1).tolist().__getitem__)

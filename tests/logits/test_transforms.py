@@ -3,6 +3,8 @@
 Shapes are right, or the refusal says what to do, alike for every loss and in every implementation.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import func
@@ -146,3 +148,15 @@ def test_kernels_are_not_launched_on_fake_tensors(function):
 def test_jit_trace_is_refused(function):
     with pytest.raises(TypeError, match="expected a call outside of torch.jit.trace.*use torch.compile"):
         torch.jit.trace(FUNCTIONS[function], arguments(function))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    "function",
+    (partial(vp.top_k, k=2), partial(vp.sampling_threshold, top_k=2), partial(vp.sampling_threshold, top_p=0.5)),
+)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace_of_what_has_no_labels_is_refused(function):
+    """It recorded sizes and keys as constants."""
+    with pytest.raises(TypeError, match="expected a call outside of torch.jit.trace.*use torch.compile"):
+        torch.jit.trace(lambda logits: function(logits), (torch.randn(2, 5),))

@@ -6,7 +6,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
 from tests.refusals.logits import OUTPUTS, TEMPERATURES, WHEN_SET
-from tests.refusals.rows import EITHER, Row, Table
+from tests.refusals.rows import EITHER, Row, Table, masked
 from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
 
 UNITS = r"\(in B, KB, MB, GB, KiB, MiB, GiB\)"
@@ -115,6 +115,7 @@ EXPECTED: list[Row] = [
     ({"expected_grad_output": torch.ones(7)}, ValueError, r"expected_grad_output: .*\(2, 3\).*got \(7,\)"),
     ({"expected_grad_output": [1.0] * 6}, TypeError, "expected_grad_output: .*a tensor of real numbers, got list"),
     ({"expected_grad_output": FACTORS.to(torch.complex64)}, TypeError, "expected_grad_output: .*got torch.complex64"),
+    masked("expected_grad_output", FACTORS),
     ({"expected_grad_output": FACTORS.to_sparse()}, TypeError, "expected_grad_output: expected a dense tensor"),
     ({"expected_grad_output": None}, ValueError, "gradient: .*'none', got both.*pass expected_grad_output"),
     (HALF, ValueError, "expected_grad_output: .*expected bf16 or fp32"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.refusals.rows import Row, Table
+from tests.refusals.rows import Row, Table, masked
 from vocab_parallel_ce import linear_token_log_probs, token_log_probs, vocab_parallel_cross_entropy
 
 LOGITS, TARGETS, ONES = torch.randn(2, 5), torch.rand(2, 5), torch.ones(5)
@@ -12,6 +12,7 @@ OF_PROBABILITIES: list[Row] = [
     ({"labels": TARGETS[:, :4]}, ValueError, "labels: shape"),
     ({"labels": TARGETS[:, 0]}, ValueError, r"labels: shape of probabilities .*of logits, \(2, 5\), got \(2,\)"),
     ({"labels": 3}, TypeError, "labels: expected a torch.Tensor"),
+    masked("labels", TARGETS),
     ({"gradient": "forward"}, ValueError, "gradient: "),
     ({"reduction": "batchmean"}, ValueError, "reduction: "),
     *(
@@ -44,6 +45,7 @@ OF_IDS: list[Row] = [
         r"labels: must be in \[0, 9\) or ignore_index -100, got 8 outside",
     ),
     ({"labels": IDS.float()}, TypeError, "labels: dtype"),
+    masked("labels", IDS),
     ({"temperature": torch.ones(3)}, ValueError, "temperature"),
 ]
 
@@ -55,6 +57,7 @@ OF_KEPT: list[Row] = [
     ({"kept": KEPT[:3]}, ValueError, r"kept: shape must be \[4, k\] with at least one id per token, got \(3, 3\)$"),
     ({"kept": KEPT[:, 0]}, ValueError, r"kept: shape must be .*, got \(4,\); for one id pass kept.unsqueeze\(-1\)$"),
     ({"kept": KEPT[:, :0]}, ValueError, "kept: shape must be"),
+    masked("kept", KEPT),
     ({"kept": KEPT.float()}, TypeError, "kept: dtype"),
     ({"kept": [1]}, TypeError, "kept: expected a torch.Tensor"),
     (

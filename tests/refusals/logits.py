@@ -3,7 +3,7 @@
 import numpy
 import torch
 
-from tests.refusals.rows import NAN, Row, Table, constant, number
+from tests.refusals.rows import NAN, Row, Table, constant, masked, number
 from vocab_parallel_ce import VocabParallelCrossEntropy, VocabShard, token_log_probs, vocab_parallel_cross_entropy
 
 COLUMNS = 21
@@ -41,6 +41,7 @@ OUTPUTS: list[Row] = [
 ]
 DIVISORS: list[Row] = [
     ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
+    masked("num_items", torch.tensor([3])),
     ({"num_items": torch.tensor([3]).to_sparse()}, TypeError, "num_items: expected a dense tensor, got layout"),
     ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0.* got -1"),
     ({"num_items": NAN, **ITEMS}, ValueError, "num_items: must be at least 0.* got nan"),
@@ -88,6 +89,8 @@ TENSORS: list[Row] = [
     ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
     ({"logits": LOGITS[..., :0]}, ValueError, r"logits: .*\(2, 3, 0\)"),
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
+    masked("labels", LABELS),
+    masked("logits", LOGITS),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)$"),
     ({"labels": LABELS.flatten()}, ValueError, r"labels: .*\(6,\); .*pass labels.reshape\(\[2, 3\]\)$"),
@@ -117,6 +120,7 @@ TEMPERATURES: list[Row] = [
     ({"temperature": ROWS.to("meta")}, ValueError, "temperature: .*device must be that of"),
     ({"temperature": ROWS[..., None]}, ValueError, "temperature: .*expected 1 element, or the shape of the labels"),
     ({"temperature": ROWS.to_sparse()}, TypeError, "temperature: .*dense"),
+    masked("temperature", ROWS),
 ]
 OF_LOG_PROBS: list[Row] = [
     *TEMPERATURES,

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.refusals.rows import Row, Table
+from tests.refusals.rows import Row, Table, masked
 from tests.support.ranks.in_turn import in_turn
 from vocab_parallel_ce import VocabShard, next_labels, sampling_threshold, top_k
 
@@ -17,6 +17,8 @@ OF_THRESHOLDS: list[Row] = [
     ({"top_k": True}, TypeError, "top_k: expected an int, got bool"),
     ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature: expected 1 element"),
+    masked("temperature", torch.ones(4)),
+    masked("logits", LOGITS),
 ]
 OF_TOP_K: list[Row] = [
     ({"logits": [1.0]}, TypeError, "logits: expected a torch.Tensor"),
@@ -45,6 +47,7 @@ OF_NEXT_LABELS: list[Row] = [
     ({"labels": ROW[0]}, ValueError, r"labels: expected at least two dimensions.*got shape \(\)"),
     ({"labels": ROW.short()}, TypeError, "labels: dtype must be"),
     ({"labels": [1, 2]}, TypeError, "labels: expected a torch.Tensor"),
+    masked("labels", ROW),
     ({"labels": ROW.view(2, 3), **PACKED}, ValueError, r"labels: expected one row.*\(2, 3\)"),
     ({"labels": ROW[0], **PACKED}, ValueError, r"labels: expected one row.*\(\)"),
     ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens: expected a torch.Tensor, got list"),

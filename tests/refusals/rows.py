@@ -1,6 +1,7 @@
 """What a table of refusals is made of."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,11 +60,20 @@ def number(name: str) -> list[Row]:
     ]
 
 
+def masked(name: str, value: torch.Tensor) -> Row:
+    """A MaskedTensor, whose mask nothing here would see."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        tensor = torch.masked.masked_tensor(value.detach(), torch.ones_like(value, dtype=torch.bool))
+    return {name: tensor}, TypeError, f"{name}: expected a tensor without a mask, got MaskedTensor; pass its get_data"
+
+
 def constant(name: str, value: torch.Tensor) -> list[Row]:
     """A tensor that must be floating point, dense, and constant, as another."""
     return [
         ({name: value.tolist()}, TypeError, f"{name}: expected a torch.Tensor, got list"),
         ({name: value.long()}, TypeError, f"{name}: dtype must be floating point, got"),
         ({name: value.to_sparse()}, TypeError, f"{name}: expected a dense tensor, got layout"),
+        masked(name, value),
         ({name: value.clone().requires_grad_()}, TypeError, f"{name}: .*requires no gradient"),
     ]

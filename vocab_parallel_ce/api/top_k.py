@@ -87,6 +87,7 @@ def sharded_rows(logits: Tensor, vocab_size: int | VocabShard | None, group: Any
     is_empty = vocab_size is not None and logits.dim() > 1 and not logits.shape[-1]  # as a last rank may be
     checks.check_logits(F.pad(logits, (0, 1)) if is_empty else logits)
     checks.check_no_transforms(logits)
+    checks.check_no_trace()
     rank, n_ranks = group_position(group)
     shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
     rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]

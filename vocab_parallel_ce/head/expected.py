@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce import checks
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.targets import Tokens
@@ -41,6 +42,7 @@ def check_expected(factors: Any, tokens: Tokens) -> None:
     if not isinstance(factors, Tensor) or factors.is_complex():
         got = getattr(factors, "dtype", type(factors).__name__)
         raise TypeError(f"{name}: expected a tensor of real numbers, got {got}; pass what multiplies the losses")
+    checks.check_no_mask(name, factors)
     if factors.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {factors.layout}; pass its to_dense()")
     if factors.shape != tokens.shape or factors.device != device:
@@ -87,7 +89,7 @@ def _remember(is_misfit: Tensor) -> None:
         _misfits.append((is_misfit, None))
         warn_of_misfits()
     elif not torch.cuda.is_current_stream_capturing():
-        on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
         on_host.copy_(is_misfit, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
