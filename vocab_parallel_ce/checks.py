@@ -309,7 +309,9 @@ def check_label_range(
 
 def check_some_kept(threshold: Tensor, row_max: Tensor) -> None:
     """Raise ValueError if a threshold is above all logits of its row, of which ``row_max [N]`` is then ``-inf``."""
-    above = threshold[(row_max == -math.inf) & (threshold > -math.inf)] if not has_no_values(row_max) else threshold[:0]
+    if has_no_values(row_max):
+        return
+    above = threshold[(row_max == -math.inf) & (threshold > -math.inf)]
     if len(above):
         raise ValueError(
             f"threshold: must be at most the largest logit of each row, got {len(above)} above all of its row, the "

@@ -283,8 +283,8 @@ def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, results_of, name):
 def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
     """As with every module; docs/training.md says so."""
     hidden, weight, labels, _ = _inputs_of_rank(OverHeads(vp.linear_cross_entropy, {}), 0, None, seed=0)
-    head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
-    graphed = torch.cuda.make_graphed_callables(vp.LinearCrossEntropy(head), (hidden.requires_grad_(), labels))
+    owner = nn.ModuleList([head := nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)])
+    graphed = torch.cuda.make_graphed_callables(vp.LinearCrossEntropy(owner[0]), (hidden.requires_grad_(), labels))
     graphed(hidden, labels).backward()
     assert hidden.grad.any() and head.weight.grad is None
 

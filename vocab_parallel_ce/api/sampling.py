@@ -133,7 +133,7 @@ def sampling_threshold(
 def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather) -> Tensor:
     find = _least_of_few if top_k is not None and top_k <= MOST_LISTED else _least_of_many
     least, row_max = find(rows, options, top_k, top_p, gather)
-    dropped = gather(largest_below(rows, least)).amax(dim=0).to(least.dtype)
+    dropped = gather(largest_below(rows, least)).amax(dim=0)
     middle = dropped / 2 + least / 2  # their sum may overflow
     # Of adjacent numbers, the middle may be the lower one.
     threshold = torch.where((dropped < middle) & (middle <= least), middle, least) + 0.0  # no -0
