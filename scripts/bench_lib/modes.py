@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case
 from bench_lib.documents import Document, Result, is_timed, results_by_case
-from bench_lib.report import host_line, shown, table
+from bench_lib.tables import host_line, shown, table
 
 NOISE = 1.02
 SCALE_US = 1.5  # of the launch with which backward looks at grad_output: the host does not know that it is 1

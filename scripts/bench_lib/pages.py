@@ -21,7 +21,8 @@ from bench_lib.documents import (
     results_by_case,
     short_commit,
 )
-from bench_lib.report import gib, host_line, linear_part, place_of, profile_part, shown, table, targets_part
+from bench_lib.report import gib, linear_part, place_of, profile_part, targets_part
+from bench_lib.tables import host_line, shown, table
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 LESS = 1.02  # memory differs if one has so many times the other's

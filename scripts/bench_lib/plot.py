@@ -11,7 +11,8 @@ from typing import Any
 
 from bench_lib.cases import Case
 from bench_lib.documents import Document, is_ours, name_of, results_by_case
-from bench_lib.report import GIB, PICTURE, gpus, number, providers_of, shown
+from bench_lib.report import GIB, PICTURE, gpus, number, providers_of
+from bench_lib.tables import shown
 
 SHAPES = (("mean", 4096, 128256, 1), ("none", 4096, 128256, 1), ("none", 16384, 128256, 2))
 CASES = [Case(*shape) for shape in SHAPES]

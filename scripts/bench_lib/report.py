@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from bench_lib.documents import (
     is_ours,
     is_timed,
     name_of,
-    package_versions,
     require_one_commit,
     results_by_case,
     short_commit,
 )
+from bench_lib.modes import modes_part
+from bench_lib.tables import host_line, shown, table
 
 TEMPLATE = Path(__file__).with_name("performance.template.md")
 PICTURE = "bench_speed.png"
@@ -37,20 +38,6 @@ UNITS = {
     "microseconds_graph": "us in a CUDA graph",
     "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
 }
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def shown(metric: str, value: float | None) -> str:
-    """A ratio or microseconds as the tables show them."""
-    if value is None:
-        return "-"
-    if metric.startswith("ratio"):
-        return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def gib(n_bytes: float) -> str:
@@ -95,17 +82,6 @@ def best_other(results: dict[str, Result], metric: str) -> tuple[str, float] | N
     numbers = {name: number(result, metric) for name, result in results.items() if not is_ours(name)}
     found = [(name, value) for name, value in numbers.items() if value is not None]
     return min(found, key=lambda pair: (pair[1], pair[0]), default=None)
-
-
-def host_line(document: Document, commit: str | None = None) -> str:
-    """The machine, the versions, and the commit if it is not the one that the page says at its top."""
-    host = document["host"]
-    versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
-    packages = ", ".join(package_versions(document)) or "no other package"
-    rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
-    own = "" if host["commit"] == commit else f"; commit {short_commit(document)}"
-    cpu = f", {host['cpu']}" if host.get("cpu") else ""
-    return f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}{own}."
 
 
 def place_of(document: Document) -> str:
@@ -320,8 +296,6 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     Raises:
         ValueError: a section has documents of several commits.
     """
-    from bench_lib.modes import modes_part  # which imports this module
-
     parts = {logits_part: ["table"], linear_part: ["head", "unfused"], memory_part: ["memory"]}
     parts |= {few_part: ["few"], modes_part: ["modes"], options_part: ["options"]}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_lib.report import table
+from bench_lib.tables import table
 from vocab_parallel_ce.versions import TESTED
 
 ROOT = Path(__file__).parents[2]

@@ -1,5 +1,7 @@
 """The report: what it says of made-up and of committed documents, what it refuses, and when it is stale."""
 
+import ast
+import graphlib
 import json
 import shutil
 
@@ -207,3 +209,14 @@ def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
     assert bench.main(["report", "--write", *place]) == 0
     assert bench.main(["report", "--check", *place]) == 0
     assert (results / report.PICTURE).stat().st_size < 200_000
+
+
+def test_no_module_of_the_benchmark_imports_one_that_imports_it():
+    """Not inside of a function either."""
+    imports = {}
+    for path in (SCRIPTS / "bench_lib").glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+        imports[path.stem] = {name.split(".")[1] for name in names if name.startswith("bench_lib.")} - {path.stem}
+    assert "tables" in imports["report"]
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError

@@ -69,7 +69,7 @@ def moved(cross, weight_sum, weight_raised, other_raised, decay):
 
 @triton.jit
 def plus(total, stats, loss_options):
-    """Return ``found`` and ``stats`` together; the maxima of ``stats`` are not larger. The label's logit is found's.
+    """Return ``total`` and ``stats`` together; the maxima of ``stats`` are not larger. The label's logit is total's.
 
     Fused multiplications are written out, so that every kernel has the same ones.
     """

@@ -53,7 +53,7 @@ def empty(at_label, LANES: tl.constexpr):
 
 @triton.jit
 def plus(total, stats):
-    """Return ``found`` and ``stats`` together; the maximum of ``stats`` is not larger.
+    """Return ``total`` and ``stats`` together; the maximum of ``stats`` is not larger.
 
     The fused multiplication is written out, so that every kernel has the same one.
     """
