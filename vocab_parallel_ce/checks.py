@@ -77,6 +77,12 @@ def device_of_values(tensor: Tensor) -> torch.device:
     return torch.device("meta") if has_no_values(tensor) else tensor.device
 
 
+def is_traced() -> bool:
+    """Return whether this call goes into a graph as an operator: of ``torch.compile``, or of ``torch.export``."""
+    # is_compiling() is of all threads. An export that is not strict runs eager code on tensors without values.
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def check_no_transforms(*tensors: Tensor | None) -> None:
     """Raise TypeError inside a ``torch.func`` transform, and for tensors of forward-mode AD."""
     if torch._C._are_functorch_transforms_active():

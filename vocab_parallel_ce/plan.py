@@ -24,6 +24,7 @@ from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.summed import check_summed
 from vocab_parallel_ce.targets import Tokens, are_local, check, check_memory, local
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
@@ -126,6 +127,8 @@ def plan_call(
         local_targets = local(targets, tokens, settings, plan)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     if verify.open_calls:
+        if plan.n_ranks > 1:
+            check_summed(logits)
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor), local_targets
 

@@ -4,12 +4,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.ranks.collectives import error_of
-from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.ranks.collectives import error_of, messages_of
+from tests.support.ranks.pools import device_of, in_ranks, subgroups
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import copy_to_ranks, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    Head,
+    LinearCrossEntropy,
+    copy_to_ranks,
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_objective,
+    linear_token_log_probs,
+    token_log_probs,
+    verify_calls,
+    vocab_parallel_cross_entropy,
+)
 
 TOKENS, WIDTH, COLUMNS = 5, 6, 12
 
@@ -84,3 +96,126 @@ def test_one_rank_gets_what_it_passed():
     hidden = torch.randn(2, 3, requires_grad=True)
     assert copy_to_ranks(hidden, None) is hidden
     assert copy_to_ranks(hidden=hidden, group=None) is hidden
+
+
+class _CopyToModelParallelRegion(torch.autograd.Function):
+    """Megatron-LM's, by its name."""
+
+    @staticmethod
+    def forward(ctx, hidden, group):
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad := grad.clone(), group=ctx.group)
+        return grad, None
+
+
+VIEWS = {
+    "itself": lambda h: h,
+    "views and casts": lambda h: (
+        h.unsqueeze(1).transpose(0, 1)[:, :TOKENS].reshape(TOKENS, -1).double().float().clone()
+    ),
+}
+COPIES = {"copy_to_ranks": copy_to_ranks, "Megatron-LM's": _CopyToModelParallelRegion.apply}
+
+
+def _before_heads(rank, group):
+    """In a rank: errors of heads whose hidden states are copied to the ranks, and what no error stops."""
+    device, n_ranks = device_of(rank, group), group.size()
+    hidden, weight, labels = (t.to(device) for t in drawn(torch.float32))
+    shard, leaf = weight.chunk(n_ranks)[rank], hidden.clone().requires_grad_()
+    module = nn.Linear(WIDTH, len(shard), bias=False, device=device)
+    module.weight.data.copy_(shard)
+    heads = {
+        "loss": lambda h, **o: linear_cross_entropy(h, shard, labels, group=group, **o),
+        "log-probs": lambda h, **o: -linear_token_log_probs(h, shard, labels, group=group, **o).sum(),
+        "objective": lambda h, **o: linear_objective(h, shard, labels, lambda lp: -lp, group=group, **o),
+        "distillation": lambda h, **o: linear_distillation_loss(
+            Head(h, shard), Head(hidden, shard), labels=labels, hard_weight=0.5, group=group, **o
+        ),
+        "module": lambda h, **o: LinearCrossEntropy(module, group=group, **o)(h, labels),
+    }
+    attempts = {
+        f"{head}, {copy}, {view}": lambda f=function, c=copied, v=seen: f(v(c(leaf, group)))
+        for head, function in heads.items()
+        for copy, copied in COPIES.items()
+        for view, seen in VIEWS.items()
+    }
+    part = copy_to_ranks(leaf.chunk(n_ranks)[0], group)
+    parts = {"sequence_parallel": True, "group": group}
+    attempts["sequence parallelism"] = lambda: linear_cross_entropy(
+        part, shard, labels.new_zeros(n_ranks * len(part)), **parts
+    )
+    own = subgroups(*((r,) for r in range(n_ranks)))[rank]  # as data parallelism: other ranks
+    gradients = {"plain": torch.autograd.grad(heads["loss"](leaf), leaf)[0]}
+    by_head = heads["loss"](copy_to_ranks(leaf, group), reduce_hidden_grad=False)
+    gradients["summed by the copy"] = torch.autograd.grad(by_head, leaf)[0]
+    of_others = _CopyToModelParallelRegion.apply(leaf, own)
+    gradients["of other ranks"] = torch.autograd.grad(heads["loss"](of_others), leaf)[0]
+    with torch.no_grad():
+        heads["loss"](copy_to_ranks(leaf, group))
+    refused, sent = messages_of(attempts)
+    assert not sent
+    return refused, {name: grad.cpu() for name, grad in gradients.items()}
+
+
+@in_ranks((2,), (), (2,))
+def test_a_head_refuses_hidden_states_whose_gradient_it_would_sum_again(rank_pool, impl):
+    hidden, weight, labels = drawn(torch.float64)
+    leaf = hidden.requires_grad_()
+    (oracle,) = torch.autograd.grad(F.cross_entropy(leaf @ weight.t(), labels), leaf)
+    for errors, gradients in rank_pool.run(_before_heads):
+        for name, error in errors.items():
+            subject = "student.hidden" if name.startswith("distillation") else "hidden"
+            assert error.startswith(f"ValueError: {subject}: expected its gradient to be summed once, "), (name, error)
+        for name, grad in gradients.items():
+            torch.testing.assert_close(grad.double(), oracle, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _under_verification(rank, group):
+    """In a rank: what verification says of logits ``hidden @ weight.t()``."""
+    device, n_ranks = device_of(rank, group), group.size()
+    hidden, weight, labels = (t.to(device) for t in drawn(torch.float32))
+    head = nn.Linear(WIDTH, COLUMNS // n_ranks, device=device)
+    shard, leaf = weight.chunk(n_ranks)[rank].clone().requires_grad_(), hidden.clone().requires_grad_()
+    options = {"group": group, "vocab_size": COLUMNS}
+    wrong = {
+        "mm": (leaf * 1) @ shard.t(),
+        "addmm": head(leaf.tanh()),
+        "3-D": F.linear(leaf.tanh().view(1, TOKENS, -1), shard)[0],
+        "3-D, bias": head(leaf.tanh().view(1, TOKENS, -1))[0],
+        "bmm": torch.bmm(leaf.tanh().unsqueeze(0), shard.t().unsqueeze(0)).float()[0],
+        "a leaf": leaf @ shard.t(),
+        "a frozen head": leaf.tanh() @ shard.detach().t(),
+    }
+    right = {
+        "copied": copy_to_ranks(leaf.tanh(), group).view(1, TOKENS, -1) @ shard.t(),
+        "Megatron-LM's": head(_CopyToModelParallelRegion.apply(leaf.tanh(), group)),
+        "hidden needs no gradient": hidden @ shard.t(),
+        "no product": (leaf @ shard.t()) * 1,
+        "a head on its other side": (nn.Parameter(shard.detach()) @ leaf.t()).t(),
+    }
+    calls = {
+        "loss": lambda z: vocab_parallel_cross_entropy(z.view(TOKENS, -1), labels, **options),
+        "log-probs": lambda z: token_log_probs(z.view(TOKENS, -1), labels, **options),
+    }
+    with verify_calls():
+        errors, _ = messages_of(
+            {f"{c}, {n}": lambda f=f, z=z: f(z) for c, f in calls.items() for n, z in wrong.items()}
+        )
+        for logits in right.values():
+            calls["loss"](logits)
+        with torch.no_grad():
+            calls["loss"](wrong["mm"])
+    calls["loss"](wrong["mm"])
+    return errors
+
+
+@in_ranks((2,), (), (2,))
+def test_verification_finds_logits_whose_hidden_states_get_a_part_of_their_gradient(rank_pool, impl):
+    first, *others = rank_pool.run(_under_verification)
+    assert all(each == first for each in others)
+    for name, error in first.items():
+        assert error.startswith("ValueError: logits: expected a product of copy_to_ranks(hidden, group)"), (name, error)

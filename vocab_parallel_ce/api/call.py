@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.checks import is_traced
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
@@ -138,12 +139,6 @@ def _others(outputs: TokenOutputs, settings: Settings) -> dict[str, Any]:
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def is_traced() -> bool:
-    """Return whether this call goes into a graph as an operator: of ``torch.compile``, or of ``torch.export``."""
-    # is_compiling() is of all threads. An export that is not strict runs eager code on tensors without values.
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def public(

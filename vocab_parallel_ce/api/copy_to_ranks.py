@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import is_traced
-from vocab_parallel_ce.collectives import group_position, summed_over_ranks
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.summed import copied
 
 
 def copy_to_ranks(hidden: Tensor, group: Any) -> Tensor:
@@ -18,7 +18,8 @@ def copy_to_ranks(hidden: Tensor, group: Any) -> Tensor:
 
     For a column-parallel matmul in front of a loss over logits: each rank's logits ``hidden @ weight.T`` give it the
     part of the gradient that its own columns know. Megatron-LM's ``copy_to_tensor_model_parallel_region`` is the same.
-    ``linear_cross_entropy`` and the other functions of heads sum it themselves: pass them ``hidden`` as it is.
+    ``linear_cross_entropy`` and the other functions of heads sum it themselves: pass them ``hidden`` as it is. They
+    raise if they get the result.
 
     Overwrites nothing, and copies nothing in the forward pass. Backward keeps the dtype of the gradient. It may be
     differentiated again.
@@ -44,35 +45,6 @@ def copy_to_ranks(hidden: Tensor, group: Any) -> Tensor:
     group = process_group_of(group)
     if group_position(group)[1] == 1 or not (torch.is_grad_enabled() and hidden.requires_grad):
         return hidden
-    copied: Tensor = _Copy.apply(hidden, group.group_name if is_traced() else group)
-    return copied
-
-
-class _Copy(torch.autograd.Function):
-    """Forward: identity. Backward: the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if isinstance(ctx.group, str):  # in a graph
-            from vocab_parallel_ce.compile import sum_over_ranks
-
-            return sum_over_ranks(grad, ctx.group), None
-        return _Sum.apply(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """Forward: the sum over the ranks. Backward: identity, as every rank holds the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return summed_over_ranks(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copy.apply(grad, ctx.group), None
+    if checks.is_traced():
+        from vocab_parallel_ce import compile  # noqa: F401  # it defines the operator that sums
+    return copied(hidden, group)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import TensorOrOutputs, is_traced, public
+from vocab_parallel_ce.api.call import TensorOrOutputs, public
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.collectives import NamedGroup, group_position
@@ -294,7 +294,7 @@ def _check_head(head: Any) -> None:
             "VocabParallelCrossEntropy"
         )
     _check_hooks(head)
-    if not (is_dtensor(head.weight) or is_traced()):
+    if not (is_dtensor(head.weight) or checks.is_traced()):
         checks.check_parameter("weight", head.weight)
 
 

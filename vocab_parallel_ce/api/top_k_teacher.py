@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import is_traced
 from vocab_parallel_ce.losses.given_ids import IGNORED
 from vocab_parallel_ce.losses.top_k_teacher import MOST_MASS, TOP_K, TopK
 from vocab_parallel_ce.options import Settings
@@ -50,7 +49,7 @@ def targets_of(
     checks.check_number("temperature", settings.temperature, positive=True)
     of_loss = settings.temperature
     if abs(temperature - of_loss) > 1e-6 * of_loss:  # beyond rounding to fp32
-        if is_traced():  # the compiler cannot write its numbers
+        if checks.is_traced():  # the compiler cannot write its numbers
             raise ValueError("teacher.temperature: expected the loss's temperature, got another")
         raise ValueError(
             f"teacher.temperature: expected {of_loss:g}, the loss's temperature, got {temperature:g}; pass log_softmax "
@@ -58,7 +57,7 @@ def targets_of(
         )
     checks.check_tensor("teacher.ids", ids)
     if settings.check_labels:
-        if is_traced():
+        if checks.is_traced():
             raise ValueError(
                 "check_labels: expected False in compiled code with a TopKTeacher, because the check waits for the "
                 "device, got True; check the teacher in an eager call"

@@ -37,6 +37,7 @@ from vocab_parallel_ce.plan import (
     remember,
 )
 from vocab_parallel_ce.spec import label_weights
+from vocab_parallel_ce.summed import check_summed_once
 from vocab_parallel_ce.targets import (
     Head,
     HeadStates,
@@ -111,6 +112,8 @@ def plan_linear_call(
     (hidden, weight, bias), targets, group, num_items, main_grad, expected_grad_output, objective = arguments
     planned = cached_head_plan(loss, arguments, settings, head, position)
     plan = planned.plan
+    if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
+        check_summed_once(hidden, group)
     if not planned.takes_targets:
         tokens = Tokens(hidden, "hidden", planned.shape)
         check_memory(targets, tokens, settings)
