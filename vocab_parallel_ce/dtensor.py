@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vocab_parallel_ce.summed import copied
+
 PROCESS_GROUP: Any = dist.ProcessGroup if dist.is_available() else ()
 
 
@@ -50,11 +52,13 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     """Return this rank's rows of ``parameter``, which errors call ``name``.
 
     A plain tensor holds them already. A DTensor gives its local tensor. The gradient becomes a DTensor on the
-    same mesh, with Shard(0) on the same dimensions and Partial() on the others: their ranks have their own
-    tokens, and the gradient is the sum over all of them, as in PyTorch's own matmul.
+    same mesh, with the same placements. Ranks of replicated dimensions have their own tokens, and backward sums
+    their gradients: PyTorch's own matmul leaves Partial(), which clip_grad_norm_ of PyTorch 2.11 does not clip.
 
     Several dimensions with Shard(0) must be those of ``group`` together, in the order of the mesh. Each dimension cuts
     the parts of the one before. Those are the parts of all ranks at once only if all are equal.
+
+    Collectives: in backward, one all_reduce of the gradient for each replicated dimension of several ranks.
 
     Raises:
         ValueError: a DTensor has another layout, or other ranks than ``group``; or several dimensions cut it into parts
@@ -84,12 +88,12 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
             f"{name}: expected a multiple of {len(expected)} rows, the ranks of mesh dimensions {dims}, got "
             f"{dtensor.shape[0]}; pad them, or cut them over a flattened mesh"
         )
-    if len(placements) == 1:
-        return dtensor.to_local()
-    from torch.distributed.tensor import Partial
-
-    grads = [placement if d in dims else Partial() for d, placement in enumerate(placements)]
-    return dtensor.to_local(grad_placements=grads)
+    rows: Tensor = dtensor.to_local()
+    if rows.requires_grad:
+        for dim in range(len(placements)):
+            if dim not in dims and mesh.size(dim) > 1:
+                rows = copied(rows, mesh.get_group(dim))
+    return rows
 
 
 def _group_of_dims(name: str, mesh: Any, dims: tuple[int, ...]) -> str:

@@ -16,11 +16,8 @@ from tests.support.cases.linear import (
     TWO_WAYS,
     WIDTH,
     Results,
-    assert_results,
     assert_right,
     grad_output_of,
-    linear_fp64,
-    linear_same_dtype,
     projection,
 )
 from tests.support.ranks.case import Case, Result, check, chunked, grad_outputs_of
@@ -233,51 +230,6 @@ def test_a_parallel_head_that_does_more_than_the_loss_is_refused(rank_pool, impl
         "another group": r"ValueError: group: expected the ranks \(0, 1\) .*get_group",
     }
     assert_refused(rank_pool.run(_refusals_of_parallel_heads, impl), expected)
-
-
-def _on_replicas(rank, group, impl, of_replicas, tp_dim):
-    """Each of two replicas of a cut head has its own tokens; one step of SGD."""
-    device = device_of(rank, group)
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp") if tp_dim else ("tp", "dp"))
-    part = mesh.get_local_rank("dp")
-    inputs = of_replicas[part]
-    cut = [Shard(0) if dim == tp_dim else Replicate() for dim in range(2)]
-    weight, bias = (distribute_tensor(x.to(device), mesh, cut).requires_grad_() for x in inputs[1:4:2])
-    hidden = inputs.hidden.clone().to(device).requires_grad_()
-    loss = linear_cross_entropy(
-        hidden, weight, inputs.labels.to(device), bias=bias, group=mesh.get_group("tp"), impl=impl
-    )
-    loss.backward()
-    for leaf in (weight, bias):
-        assert leaf.grad.placements == tuple(Shard(0) if dim == tp_dim else Partial() for dim in range(2))
-        assert leaf.grad.shape == leaf.shape and leaf.grad.device_mesh == mesh
-    gradients = weight.grad.full_tensor(), bias.grad.full_tensor()
-    # PyTorch's own matmul of tokens that the replicas share out has such a gradient.
-    copy = weight.detach().requires_grad_()
-    parts = [Replicate() if dim == tp_dim else Shard(0) for dim in range(2)]
-    F.linear(DTensor.from_local(hidden.detach(), mesh, parts), copy).pow(2).sum().backward()
-    assert copy.grad.placements == weight.grad.placements
-    torch.optim.SGD([weight], lr=0.5).step()
-    return part, loss, hidden.grad, *gradients, weight.full_tensor()
-
-
-@pytest.mark.parametrize("tp_dim", [1, 0])
-@in_four_ranks
-def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
-    """A gradient of Replicate() would let the replicas drift apart."""
-    first = projection("shard_edges", ROWS, bias=True)
-    second = first._replace(hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0]))
-    of_replicas = (first, second)
-    truths, peers = ([compute(inputs) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype))
-    weights, biases = (
-        [getattr(a, name) + getattr(b, name) for a, b in (truths, peers)] for name in Results._fields[2:]
-    )
-    for part, loss, hidden, weight, bias, stepped in rank_pool.run(_on_replicas, impl, of_replicas, tp_dim):
-        own = truths[part], peers[part]
-        assert_results(Results((loss,), hidden, None, None), *own)
-        assert_within_budget(weight, *weights)
-        assert_within_budget(bias, *biases)
-        assert_within_budget(stepped, first.weight.double() - 0.5 * weights[0], first.weight - 0.5 * weights[1])
 
 
 def _on_both_dimensions(rank, group, impl, inputs, way):
