@@ -83,7 +83,7 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
-def check_no_transforms(*tensors: Tensor | None) -> None:
+def check_no_transforms(*tensors: object) -> None:
     """Raise TypeError inside a ``torch.func`` transform, and for tensors of forward-mode AD."""
     if torch._C._are_functorch_transforms_active():
         raise TypeError(IN_TRANSFORM)
@@ -209,6 +209,8 @@ def check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
         expected = f"{_shape(weight)} on {weight.device}"
         raise ValueError(f"main_grad: expected shape {expected}, got {_shape(main_grad)} on {main_grad.device}")
+    if main_grad.is_neg():
+        raise ValueError("main_grad: must hold its own numbers, got a view of negative ones; pass its resolve_neg()")
     if not main_grad.is_contiguous():
         raise ValueError(f"main_grad: must be contiguous, got strides {main_grad.stride()}")
 

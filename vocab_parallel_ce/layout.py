@@ -83,14 +83,15 @@ def aligned_base(logits: Tensor) -> tuple[Tensor, int]:
 
 
 def walkable(logits: Tensor) -> Tensor:
-    """Return ``logits``, or a contiguous copy if kernels cannot walk their rows."""
+    """Return ``logits``, or a copy if kernels cannot walk their rows, or if their memory has the negative numbers."""
+    logits = logits.resolve_neg()
     return logits if logits.is_contiguous() or row_layout(logits) is not None else logits.contiguous()
 
 
 def overwritable(logits: Tensor) -> Tensor:
     """Return ``logits``, or a contiguous copy if rows cannot be walked or share memory with each other."""
     if logits.is_contiguous():
-        return logits
+        return logits.resolve_neg()
     logits = walkable(logits)
     return logits if rows_are_disjoint(logits) else logits.contiguous()
 
@@ -101,7 +102,7 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     if not is_contiguous and row_layout(grad) is None:
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     alike = (is_contiguous or grad.stride() == logits.stride()) and logits.data_ptr() % 16 == grad.data_ptr() % 16
-    return (logits, grad) if alike else (grad.copy_(logits), grad)
+    return (logits, grad) if alike and not logits.is_neg() else (grad.copy_(logits), grad)
 
 
 def cut(tensor: Tensor, rows: slice, dim: int = 0) -> Tensor:
@@ -145,6 +146,7 @@ def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
 
 def flat(values: Tensor) -> Tensor:
     """Return ``[N]`` contiguous values of rows: a view if they are contiguous already."""
+    values = values.resolve_neg()
     return values if values.dim() == 1 and values.is_contiguous() else values.reshape(-1).contiguous()
 
 

@@ -87,7 +87,9 @@ def call_key(
         if t is None:
             kinds.append(None)
         elif type(t) is Tensor or type(t) is torch.nn.Parameter:
-            kinds.append((t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous(), t.is_inference()))
+            kinds.append(
+                (t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous(), t.is_inference(), t.is_neg())
+            )
         else:
             return None
     return loss, settings, types_of(settings), position, torch.is_grad_enabled(), *kinds
@@ -105,7 +107,7 @@ def plan_call(
 
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
-    checks.check_no_transforms(logits, *targets)
+    checks.check_no_transforms(logits, *targets, num_items)
     position = group_position(group)
     try:
         key = call_key(loss, (logits, *targets), settings, position)
@@ -156,7 +158,7 @@ def checked_divisor(num_items: float | Tensor, reduction: str, tokens: Tensor) -
     """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``tokens``."""
     checks.check_num_items(num_items, reduction, tokens)
     if isinstance(num_items, Tensor) and num_items.device == tokens.device:
-        return constant(num_items.detach().reshape(1), tokens)
+        return constant(num_items.detach().resolve_neg().reshape(1), tokens)
     return tokens.new_full((1,), float(num_items), dtype=compute_dtype(tokens.dtype))
 
 

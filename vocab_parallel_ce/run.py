@@ -203,6 +203,7 @@ def run_backward(
     used = [grad for grad in grads if grad is not None]
     if _in_transform() or any(map(_is_batch, used)):
         raise RuntimeError(checks.IN_TRANSFORM)
+    grads = tuple([None if grad is None else grad.resolve_neg() for grad in grads])  # kernels read their memory
     if not used:
         return None
     if ctx.handed_on:
@@ -254,7 +255,7 @@ class OverLogits(torch.autograd.Function):
             ctx.save_for_backward(grad)
         else:
             kept = source = logits
-            if not logits.is_contiguous():
+            if not logits.is_contiguous() or logits.is_neg():
                 kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
                 source = walkable(kept)
             outputs, stats, divisor = forward(call, source, targets, shape)

@@ -105,7 +105,7 @@ class RowIds(Role):
         return savable(flat(target))
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
-        can_be_saved = target.is_contiguous() and not target.is_inference()
+        can_be_saved = target.is_contiguous() and not target.is_inference() and not target.is_neg()
         return target.dim() == 1 and can_be_saved and not settings.check_labels
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
@@ -157,7 +157,7 @@ class Columns(Role):
             expected = f"({whole},)" if whole == width else f"({whole},), or ({width},) for this rank's columns"
             raise ValueError(f"{name}: expected shape {expected}, got {shape}")
         dtype = compute_dtype(tokens.tensor.dtype)
-        columns = target.detach()[start : start + shard.n_valid].to(dtype).contiguous()
+        columns = target.detach()[start : start + shard.n_valid].to(dtype).contiguous().resolve_neg()
         return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, tokens.tensor)
 
 
@@ -205,7 +205,7 @@ class HeadRows(Role):
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         check_columns(target.shape[0], settings, plan, subject=f"{name}: rows")
-        return with_a_column(target.detach(), dim=0)
+        return with_a_column(target.detach().resolve_neg(), dim=0)
 
 
 class HeadStates(HeadRows):
@@ -216,7 +216,7 @@ class HeadStates(HeadRows):
         check_leading(name, target, tokens)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        return target.detach().reshape(-1, target.shape[-1])
+        return target.detach().resolve_neg().reshape(-1, target.shape[-1])
 
 
 # What follows from the roles of a record. None stands for a target that was not passed.

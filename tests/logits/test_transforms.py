@@ -90,16 +90,67 @@ def test_a_transform_is_refused(impl_device, case):
     assert torch.equal(given, kept)
 
 
-@pytest.mark.parametrize("name", ("weight", "bias"))
-def test_a_tangent_of_the_head_is_refused(impl_device, name):
+def _with_optional(hidden, labels, impl):
+    """Of each call: its function, and its tensors that may be left out."""
+    x, ones = head(hidden.new_ones(1, TOKENS)), torch.ones(TOKENS, device=hidden.device)
+    logits = hidden.detach() @ head(hidden).t()
+    return {
+        "head": (
+            lambda **given: vp.linear_cross_entropy(hidden, labels=labels, impl=impl, **given),
+            {
+                "weight": head(hidden),
+                "bias": x[:, 0].clone(),
+                "class_weight": x[:, 1].clone(),
+                "main_grad": head(hidden),
+            },
+        ),
+        "items": (
+            lambda **given: vp.linear_cross_entropy(hidden, head(hidden), labels, impl=impl, **given),
+            {"num_items": torch.tensor(4.0)},
+        ),
+        "factors": (
+            lambda **given: vp.linear_cross_entropy(
+                hidden, head(hidden), labels, reduction="none", gradient="in_forward", impl=impl, **given
+            ),
+            {"expected_grad_output": ones},
+        ),
+        "objective": (
+            lambda advantage, **given: vp.linear_objective(
+                hidden,
+                head(hidden),
+                labels,
+                lambda lp, advantage: -lp * advantage,
+                tokens={"advantage": advantage},
+                **given,
+            ),
+            {"advantage": ones, "num_items": torch.tensor(4.0)},
+        ),
+        "logits": (
+            lambda **given: vp.vocab_parallel_cross_entropy(logits, labels, reduction="sum", impl=impl, **given),
+            {"class_weight": x[:, 1].clone(), "num_items": torch.tensor(4.0)},
+        ),
+        "log-probs": (
+            lambda **given: vp.token_log_probs(logits, labels, impl=impl, **given),
+            {"temperature": ones, "threshold": ones},
+        ),
+        "step": (
+            lambda **given: vp.cross_entropy_backward(logits.clone(), **given),
+            {"grad_output": ones},
+        ),
+    }
+
+
+@pytest.mark.parametrize("call", ("head", "items", "factors", "objective", "logits", "log-probs", "step"))
+def test_a_tangent_of_another_tensor_is_refused(impl_device, call):
     impl, device = impl_device
     hidden, labels = arguments("linear", device)
-    given = {"weight": head(hidden), "bias": torch.zeros(COLUMNS, device=device)}
+    function, given = _with_optional(hidden, labels, impl)[call]
     with forward_ad.dual_level():
-        vp.linear_cross_entropy(hidden, **given, labels=labels, impl=impl)
-        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
-        with pytest.raises(TypeError, match="without a tangent"):
-            vp.linear_cross_entropy(hidden, **given, labels=labels, impl=impl)
+        function(**given)
+        for name, tensor in given.items():
+            dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+            with pytest.raises(TypeError, match="without a tangent"):
+                function(**given | {name: dual})
 
 
 @by_function

@@ -62,6 +62,7 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
         if numbers.shape != tokens.shape:
             expected, remedy = f"that of the labels, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
             raise ValueError(f"{subject}: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
+    checks.check_no_transforms(*by_name.values(), objective.num_items)
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
     checks.check_bool("check_objective", objective.is_checked)
     if dtype == torch.float16:

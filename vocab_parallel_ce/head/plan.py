@@ -107,11 +107,13 @@ def plan_linear_call(
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
     position, parameter = group_position(arguments.group), arguments.head.weight
-    checks.check_no_transforms(*arguments.head, *arguments.targets)
+    checks.check_no_transforms(*arguments.head, *arguments.targets, *arguments[3:6])
     arguments, settings = with_local_rows(arguments, settings, position)
     (hidden, weight, bias), targets, group, num_items, main_grad, expected_grad_output, objective = arguments
     planned = cached_head_plan(loss, arguments, settings, head, position)
     plan = planned.plan
+    if hidden.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # their memory is not what they mean
+        arguments = arguments._replace(head=Head(*[t if t is None else t.resolve_neg() for t in arguments.head]))
     if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
         check_summed_once(hidden, group)
     if not planned.takes_targets:

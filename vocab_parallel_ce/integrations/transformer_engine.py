@@ -170,14 +170,15 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
     checks.check_logits(_input)
     tokens = Tokens(_input, "_input", _input.shape[:-1])
     RowNumbers(fill=1.0).check("grad_output", _row_targets(grad_output, _input), tokens, Settings())
-    if row_layout(_input) is None or not rows_are_disjoint(_input):
+    checks.check_no_transforms(_input, grad_output)
+    if _input.is_neg() or row_layout(_input) is None or not rows_are_disjoint(_input):
         raise ValueError(
             "_input: expected the tensor that cross_entropy_forward returned, whose rows are dense and "
             f"share no memory, got shape {tuple(_input.shape)}, strides {_input.stride()}"
         )
     requested = "reference" if _input.dtype == torch.float64 else "auto"
     kernels, _ = kernels_of(select(_input.device.type, requested).name)
-    (kernels or reference).element_mul(_input, per_row(grad_output, _input))
+    (kernels or reference).element_mul(_input, per_row(grad_output.resolve_neg(), _input))
     run.raise_version(_input)
     return _input
 
