@@ -97,6 +97,8 @@ class RowIds(Role):
             elif 0 < target.numel() == math.prod(tokens.shape) and 1 in (target.dim(), len(tokens.shape)):
                 remedy = f"; if they are in the order of the tokens, pass {name}.reshape({[*tokens.shape]})"
             expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
+            if tokens.shape != tokens.tensor.shape[:-1]:  # sequence parallelism
+                expected = f"that of all ranks' tokens, {tuple(tokens.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:

@@ -1,9 +1,12 @@
 """What of a projection and its loss is computed, when, and where the gradients go."""
 
+import functools
+
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import vocab_parallel_ce as vp
 from tests.support.cases import linear
 from tests.support.cases.linear import (
     COLUMNS,
@@ -19,6 +22,8 @@ from tests.support.cases.linear import (
 from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import EVERY
 from tests.support.cases.weights import weights
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.targets import RowIds, Tokens
 
 MOMENTS = ("mean", "mean, in_backward", "none")
 AT_ANY_MOMENT = pytest.mark.parametrize("way", [WAYS[name] for name in MOMENTS], ids=MOMENTS)
@@ -217,3 +222,28 @@ def test_what_changes_before_backward_is_noticed(impl_device, name):
         {"weight": case.weight, **given}[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.reference
+def test_a_selective_checkpoint_may_save_products_that_return_new_memory():
+    aten = torch.ops.aten
+    hidden, weight, labels = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4), torch.arange(6)
+
+    def gradient(products):
+        contexts = functools.partial(create_selective_checkpoint_contexts, products)
+        loss = checkpoint(
+            lambda h: vp.linear_cross_entropy(h, weight, labels), hidden, use_reentrant=False, context_fn=contexts
+        )
+        return torch.autograd.grad(loss, hidden)[0]
+
+    plain = torch.autograd.grad(vp.linear_cross_entropy(hidden, weight, labels), hidden)[0]
+    assert torch.equal(gradient([aten.mm.default, aten.addmm.default]), plain)
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        gradient([aten.mm.default, aten.mm.out])
+
+
+@pytest.mark.reference
+def test_labels_of_a_part_of_the_tokens_under_sequence_parallelism():
+    tokens = Tokens(torch.zeros(2, 4), "hidden", (4,))  # two ranks have two each
+    with pytest.raises(ValueError, match=r"^labels: shape must be that of all ranks' tokens, \(4,\), got \(2,\)"):
+        RowIds().check("labels", torch.zeros(2, dtype=torch.int64), tokens, Settings())

@@ -113,7 +113,8 @@ def plan_linear_call(
     planned = cached_head_plan(loss, arguments, settings, head, position)
     plan = planned.plan
     if hidden.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # their memory is not what they mean
-        arguments = arguments._replace(head=Head(*[t if t is None else t.resolve_neg() for t in arguments.head]))
+        resolved = Head(hidden.resolve_neg(), weight.resolve_neg(), None if bias is None else bias.resolve_neg())
+        arguments = arguments._replace(head=resolved)
     if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
         check_summed_once(hidden, group)
     if not planned.takes_targets:
