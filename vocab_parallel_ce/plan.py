@@ -33,6 +33,9 @@ top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
 )
 
 
+IN_PLACE = ("in_forward", "in_backward")  # modes that overwrite the logits, whoever can see them
+
+
 class Plan(NamedTuple):
     """What runs, except the tensors and the group."""
 
@@ -122,6 +125,8 @@ def plan_call(
         plan = checked_plan(loss, logits, targets, settings, position)
         remember(_plans, key, plan)
     check_not_overwritten(logits)
+    if plan.gradient in IN_PLACE:  # of each call: hooks come and go
+        check_no_hooks(plan.gradient, logits)
     local_targets = targets
     if not plan.takes_targets:
         tokens = Tokens(logits, "logits", logits.shape[:-1])
@@ -287,6 +292,18 @@ def may_overwrite(logits: Tensor) -> bool:
 def has_no_hooks() -> bool:
     """Whether there are surely no saved-tensor hooks."""
     return top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
+
+
+def check_no_hooks(gradient: str, logits: Tensor) -> None:
+    """Raise ValueError for an explicit in-place mode under saved-tensor hooks, where others would read a gradient."""
+    if top_saved_tensor_hooks is None or top_saved_tensor_hooks(True) is None:
+        return
+    if torch.is_grad_enabled() and logits.requires_grad:
+        raise ValueError(
+            f"gradient: {gradient!r} overwrites the logits, which is expected outside of saved-tensor hooks "
+            "(checkpoint(use_reentrant=False), save_on_cpu), where autograd cannot see who else saved them, got a call "
+            "inside; use gradient='auto' (TransformerEngine's overwrite_input=False)"
+        )
 
 
 def saved_as_it_is() -> AbstractContextManager[Any]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
@@ -140,20 +139,6 @@ def test_two_tensors_of_one_memory_are_both_known(impl_device, gradient):
     for half, labels in halves:
         with torch.no_grad():
             case.assert_refused(half, labels)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("copies", (False, True))
-def test_hooks_that_hand_over_another_tensor(copies):
-    """In place by name: hooks of the same memory overwrite the logits, hooks that copy overwrite the copy."""
-    case = Overwritten(("auto", "cpu"))
-    with saved_tensors_hooks(lambda t: t.clone() if copies else t.detach(), lambda t: t):
-        loss = case.loss(gradient="in_backward")
-    loss.backward()
-    if copies:
-        case.assert_loss(case.loss(gradient="out_of_place"))
-    else:
-        case.assert_refused()
 
 
 @pytest.mark.parametrize("gradient", IN_PLACE)

@@ -43,6 +43,11 @@ HOOKED_CASES = covering(wrapper=SIMPLE, other=tuple(OTHERS), loss=LOSSES)
 HOOKED_CASES += covering(wrapper=COMPILED, other=tuple(OTHERS), loss=("auto", "log_probs", "te"))
 # Hidden states are never overwritten, so compiled wrappers add nothing to what tests of compiled calls have.
 LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *SIMPLE), other=tuple(OTHERS), loss=tuple(OVER_HEADS))
+IN_PLACE = {
+    "in_backward": OVER_LOGITS["in_backward"],
+    "in_forward": ("loss", "in_forward", "mean"),
+    "te, overwriting": ("te", True, "mean"),
+}
 # Reentrant checkpoints and no wrapper at all: autograd sees what is overwritten by name.
 SEEN = ("auto", "in_backward", "log_probs", "te, none")
 
@@ -71,6 +76,33 @@ def by_case(cases):
 @by_case(HOOKED_CASES)
 def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, loss):
     check(impl_device, program("logits", wrapper, other, *OVER_LOGITS[loss]))
+
+
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize("wrapper", SIMPLE)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("loss", IN_PLACE)
+def test_under_hooks_an_explicit_mode_is_refused_by_name(impl_device, wrapper, other, loss):
+    """Whoever had saved the logits used the gradient in their place."""
+    case = program("logits", wrapper, other, *IN_PLACE[loss])
+    result = outcome(case, Package(*impl_device, case.dtype))
+    assert result.startswith("ValueError: gradient: 'in_") and "use gradient='auto'" in result
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("gradient", ("in_forward", "in_backward"))
+def test_a_call_that_ran_before_is_refused_under_hooks_and_changes_nothing(gradient):
+    labels, values = torch.tensor([1, 2, 3]), torch.randn(3, 8)
+    for _ in range(2):
+        logits = values.clone().requires_grad_() * 1
+        vocab_parallel_cross_entropy(logits, labels, gradient=gradient).backward()
+        logits = values.clone().requires_grad_() * 1
+        with save_on_cpu(), pytest.raises(ValueError, match="^gradient: .* got a call inside; use gradient='auto'"):
+            vocab_parallel_cross_entropy(logits, labels, gradient=gradient)
+        assert torch.equal(logits, values) and logits._version == 0
+        with save_on_cpu(), torch.no_grad():  # nothing is overwritten
+            vocab_parallel_cross_entropy(logits, labels, gradient=gradient)
+        assert torch.equal(logits, values)
 
 
 @by_case(LINEAR_CASES)

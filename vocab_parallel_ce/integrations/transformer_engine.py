@@ -55,7 +55,7 @@ def parallel_cross_entropy(
         ignore_idx: rows with this label have loss 0 and gradient 0.
         is_cg_capturable: accepted; every path can be captured in a CUDA graph.
         overwrite_input: False: ``inp`` stays as it is, and the gradient is a new tensor. True: backward writes the
-            gradient over ``inp``, which nobody may read from then on.
+            gradient over ``inp``, which nobody may read from then on; ValueError under saved-tensor hooks.
 
     Returns:
         as :func:`vocab_parallel_cross_entropy`, except that a mean is ``[1]``, as that library's is.
