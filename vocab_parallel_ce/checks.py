@@ -233,6 +233,26 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {got}; pass True or False")
 
 
+def check_flag_or_auto(name: str, value: object) -> None:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f"{name}: expected 'auto', True or False, got {value!r}")
+    if not isinstance(value, str | bool):
+        raise TypeError(f"{name}: expected 'auto', True or False, got {type(value).__name__}")
+
+
+def looks_at(values: Tensor, check_labels: bool | str) -> bool:
+    """Return whether ids or numbers of them are checked: with ``"auto"`` where the host has their values already."""
+    if check_labels != "auto":
+        return bool(check_labels)
+    is_recorded = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # by make_fx
+    return values.is_cpu and not has_no_values(values) and not is_recorded
+
+
+def may_look_at(values: Tensor, check_labels: bool | str) -> bool:
+    """Return the same for all calls that are alike, also those that are recorded."""
+    return values.is_cpu if check_labels == "auto" else bool(check_labels)
+
+
 def check_integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")

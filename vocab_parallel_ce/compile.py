@@ -108,7 +108,14 @@ def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -
 # Settings as operators take them: one by one.
 
 N_SETTINGS = len(Settings._fields)
-TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", tuple[str, ...]: "str[]"}
+TYPES: dict[Any, str] = {
+    float: "float",
+    int: "int",
+    bool: "bool",
+    bool | str: "bool?",
+    str: "str",
+    tuple[str, ...]: "str[]",
+}
 TYPES |= {float | None: "float?", int | None: "int?", int | str | None: "int?", torch.dtype | None: "ScalarType?"}
 TYPES |= {int | VocabShard | None: "int[]?", int | str: "SymInt"}  # a number of tokens may be symbolic
 
@@ -119,11 +126,13 @@ def schema_of(record: Any) -> str:
 
 
 def values_of(settings: Settings) -> tuple[Any, ...]:
-    """Return the fields of checked settings: a shard of the vocabulary is three numbers, its size is one."""
+    """Return the fields of checked settings: a shard of the vocabulary is three numbers, its size
+    is one; "auto" is None."""
     size: Any = settings.vocab_size
     if size is not None:
         size = list(size) if isinstance(size, VocabShard) else [size]
-    return settings._replace(vocab_size=size)
+    check_labels: Any = None if settings.check_labels == "auto" else settings.check_labels
+    return settings._replace(vocab_size=size, check_labels=check_labels)
 
 
 def settings_of(values: Sequence[Any]) -> Settings:
@@ -132,7 +141,8 @@ def settings_of(values: Sequence[Any]) -> Settings:
     size: Any = settings.vocab_size
     if size is not None:
         size = VocabShard(*size) if len(size) > 1 else size[0]
-    return settings._replace(outputs=tuple(settings.outputs), vocab_size=size)
+    check_labels = "auto" if settings.check_labels is None else settings.check_labels
+    return settings._replace(outputs=tuple(settings.outputs), vocab_size=size, check_labels=check_labels)
 
 
 def values_of_head(head: HeadSettings) -> tuple[Any, ...]:
@@ -267,6 +277,7 @@ def _gradient(stats: list[Tensor], grads: list[Tensor | None], *arguments: Any) 
 
 def _gradient_of_head(stats: list[Tensor], grads: list[Tensor | None], *arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
+    call = call._replace(settings=call.settings._replace(check_labels=False))
     linear, local_head, targets = call.plan_head()
     row_stats = tuple(each[:, : linear.n_rows] for each in stats)
     with without_autocast(local_head.hidden.device):

@@ -25,7 +25,7 @@ BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**
 
 # Types of settings with their checks: functions of a name and a value.
 Integer = Annotated[int, checks.check_integer]
-Flag = Annotated[bool, checks.check_bool]
+FlagOrAuto = Annotated[bool | str, checks.check_flag_or_auto]
 NotNegative = Annotated[float, checks.check_number]
 Share = Annotated[float, partial(checks.check_number, at_most=1)]
 Positive = Annotated[float, partial(checks.check_number, positive=True)]
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
     reduction: Reduction = "mean"
     gradient: GradientMode = "auto"
     impl: str = "auto"
-    check_labels: Flag = False
+    check_labels: FlagOrAuto = "auto"
     vocab_size: int | VocabShard | None = None
 
     @property

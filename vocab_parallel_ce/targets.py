@@ -102,13 +102,13 @@ class RowIds(Role):
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        if settings.check_labels:
+        if checks.looks_at(target, settings.check_labels):
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
         return savable(flat(target))
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
         can_be_saved = target.is_contiguous() and not target.is_inference() and not target.is_neg()
-        return target.dim() == 1 and can_be_saved and not settings.check_labels
+        return target.dim() == 1 and can_be_saved and not checks.may_look_at(target, settings.check_labels)
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
         return order.to_rows(target.long(), int(settings.ignore_index))

@@ -214,6 +214,7 @@ def test_no_captured_graph_counts():
 
 @AT_ANY_MOMENT
 @pytest.mark.parametrize("valid_tokens", [0, ROWS - 1])
+@pytest.mark.usefixtures("unread_labels")
 def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, way):
     """Also the loss of a token that was left out, where a 0 would pass for one."""
     inputs = linear.projection("peaked", ROWS, bias=True)
@@ -223,6 +224,7 @@ def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("unread_labels")
 def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
     """No label is it: all of them count, and there are more than were promised."""
     inputs = linear.projection("peaked", ROWS)
@@ -249,6 +251,7 @@ def test_parameters_and_their_views_are_plain_tensors(function):
 
 
 @AT_ANY_MOMENT
+@pytest.mark.usefixtures("unread_labels")
 def test_a_label_outside_the_vocabulary_is_nan(impl_device, way):
     inputs = linear.projection("peaked")
     inputs.labels[1], inputs.labels[3] = -1, COLUMNS
@@ -270,6 +273,7 @@ def test_nothing_to_learn_from_is_0_whatever_comes_for_it(impl_device, way):
                 assert torch.equal(tensor, torch.zeros_like(tensor))
 
 
+@pytest.mark.usefixtures("unread_labels")
 def test_a_divisor_of_0_items_gives_no_loss_and_no_gradient(impl_device):
     inputs = linear.projection("peaked")
     inputs.labels[1] = COLUMNS
@@ -341,3 +345,14 @@ def test_the_gradient_of_fp32_logits_is_rounded_once(impl_device, way):
     truth = linear.linear_fp64(inputs, grad_output, **way)
     peer = linear.linear_same_dtype(inputs, grad_output, weight_dtype=torch.float32, **way, **FP32)
     assert_within_budget(main_grad, truth.weight, peer.weight)
+
+
+@pytest.mark.reference
+def test_on_a_cpu_a_wrong_label_and_too_few_promised_labels_raise():
+    hidden, weight = torch.randn(3, 4), torch.randn(8, 4, requires_grad=True)
+    for function in (linear_cross_entropy, linear_token_log_probs):
+        with pytest.raises(ValueError, match=r"^labels: .*1 outside, the first at position \(1,\): 8$"):
+            function(hidden, weight, torch.tensor([1, 8, 2]))
+        with pytest.raises(ValueError, match="^valid_tokens: must be at least .*, 3, got 2; pass an upper bound"):
+            function(hidden, weight, torch.tensor([1, 7, 2]), valid_tokens=2)
+        assert function(hidden, weight, torch.tensor([1, 7, 2]), valid_tokens=2, check_labels=False).isnan().all()

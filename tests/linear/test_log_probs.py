@@ -48,6 +48,7 @@ def test_ignored_tokens_are_positive_zero_and_may_hold_anything(impl_device, use
 
 
 @pytest.mark.parametrize("used", ["both", "log_probs", "entropy"])
+@pytest.mark.usefixtures("unread_labels")
 def test_more_labels_than_were_promised_make_everything_nan(impl_device, used):
     inputs = projection("peaked", bias=True)
     results = run(impl_device, inputs, *_grad_outputs(used=used), outputs=("entropy",), valid_tokens=ROWS - 1)

@@ -31,6 +31,7 @@ EDGES = {  # row -> what it holds
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, about infinity - infinity
 @pytest.mark.parametrize("z_loss", [0.0, 0.02])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.usefixtures("unread_labels")
 def test_edges(impl_device, smoothing, z_loss):
     """Rows of weight 0, of a label outside, ignored ones; a column of weight 0 may be excluded under smoothing."""
     zero, negative = COLUMNS // 3, COLUMNS // 4
@@ -52,6 +53,7 @@ def test_edges(impl_device, smoothing, z_loss):
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.usefixtures("unread_labels")
 def test_weights_that_sum_to_0_give_a_mean_of_0_unless_a_label_is_outside(impl_device, gradient):
     """PyTorch's is NaN. A label outside has no weight, and must not vanish with the others."""
     logits, labels = broad_rows("peaked", 3)

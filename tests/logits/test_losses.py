@@ -124,6 +124,7 @@ def test_ignored_rows_are_zero_whatever_they_hold_and_whatever_comes_for_them(im
     ("label", "label_dtype"),
     [(COLUMNS, torch.int64), (-1, torch.int32), (2**31 - 1, torch.int32), (2**32 + 3, torch.int64)],
 )
+@pytest.mark.usefixtures("unread_labels")
 def test_a_label_outside_the_vocabulary_is_nan(impl_device, label, label_dtype):
     """In int32, the last one would be 3."""
     logits, labels = batch("peaked", rows=5, vocab_size=COLUMNS)

@@ -36,6 +36,7 @@ PADDED = [(1, 9, {}), (33, 48, EVERY), (20, 21, {}), (21, 22, EVERY), (128, 136,
 @pytest.mark.quick
 @pytest.mark.interpreted(3)
 @pytest.mark.parametrize(("vocab_size", "columns", "options"), PADDED)
+@pytest.mark.usefixtures("unread_labels")
 def test_the_gradient_of_padded_columns_is_zero_in_every_row(impl_device, vocab_size, columns, options):
     """Rows that hold NaN, whose label is outside, or that are ignored have no finite factor to be 0 by."""
     logits, labels = broad_rows("shard_edges", 5, vocab_size)
@@ -77,6 +78,7 @@ def test_num_items_of_every_type(impl_device):
 
 @pytest.mark.interpreted(3)
 @pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.usefixtures("unread_labels")
 def test_no_items_give_no_loss_and_no_gradient_whatever_the_rows_hold(impl_device, gradient):
     """An empty step divides by 0; 0 times the infinite loss of a masked label is NaN."""
     options = {"reduction": "sum", "z_loss": 0.02, "outputs": METRICS, "gradient": gradient}

@@ -58,6 +58,7 @@ def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
 @pytest.mark.interpreted(2)
 @pytest.mark.parametrize("used", ["all", 0, 1, 4])
 @pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.usefixtures("unread_labels")
 def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(impl_device, bad, used):
     """Whatever rows of prompts and padding hold, and whatever comes from grad_output for them."""
     logits, labels = broad_rows("peaked", 6)

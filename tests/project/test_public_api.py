@@ -23,7 +23,7 @@ from vocab_parallel_ce.__main__ import doctor_lines, main
 from vocab_parallel_ce.options import HeadSettings, Settings
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
-OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": ()}
+OF_BOTH |= {"check_labels": "auto", "vocab_size": None, "outputs": ()}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
 OF_THE_LOSS |= {"class_weight": None, "gradient": "auto"}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "threshold": None, "kept": None}
@@ -33,7 +33,7 @@ OF_HEADS |= {"main_grad": None, "reduce_hidden_grad": True, "valid_tokens": None
 OF_OBJECTIVES = {"tokens": None, "reduction": "mean", "num_items": None, "check_objective": False}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
-OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None}
+OF_DISTILLATION |= {"impl": "auto", "check_labels": "auto", "vocab_size": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 OF_LEAVES = {"group": None, "vocab_size": None, "temperature": 1.0}
 SIGNATURES = [

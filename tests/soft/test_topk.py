@@ -71,6 +71,7 @@ def test_divergences_at_known_tokens(impl_device, case):
 
 @pytest.mark.parametrize("divergence", ("reverse", "js"))
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
+@pytest.mark.usefixtures("unread_labels")
 def test_edges_beyond_forward(impl_device, rest, divergence):
     """A token left out, one that the student excludes, NaN, an id and a label outside, a row of nothing, ignored."""
     impl, device = impl_device
@@ -136,6 +137,7 @@ def test_the_dtype_of_the_divisor_changes_no_bit(impl_device, function, divergen
 
 @pytest.mark.parametrize("function", (distillation_loss, _of_head))
 @pytest.mark.parametrize("divergence", ("forward", "reverse", "js"))
+@pytest.mark.usefixtures("unread_labels")
 def test_a_label_outside_is_nan_where_all_ids_are_left_out(impl_device, function, divergence):
     """And an ignored one is 0, and one of the vocabulary is the hard part alone."""
     impl, device = impl_device
@@ -195,6 +197,7 @@ def test_gradients_beyond_forward_keep_their_digits(impl_device, gap):
 
 
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
+@pytest.mark.usefixtures("unread_labels")
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""
     impl, device = impl_device
@@ -236,6 +239,7 @@ def test_edges(impl_device, rest):
 
 @pytest.mark.reference
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "js"])
+@pytest.mark.usefixtures("unread_labels")
 def test_an_id_or_a_label_far_below_the_vocabulary_is_outside_of_it(divergence):
     """Also the number that stands for what is left out inside."""
     logits, ids, far = torch.randn(2, 9), torch.tensor([[1, 2], [3, 4]]), -(2**62)

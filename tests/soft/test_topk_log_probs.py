@@ -23,6 +23,7 @@ def test_logits_in_the_place_of_log_probs_are_refused_where_they_count():
 @pytest.mark.parametrize("head", (False, True), ids=("logits", "head"))
 @pytest.mark.parametrize("divergence", ("forward", "reverse", "js"))
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
+@pytest.mark.usefixtures("unread_labels")
 def test_probabilities_in_the_place_of_log_probs_make_their_rows_nan(impl_device, rest, divergence, head):
     """As labels outside of the vocabulary do: the other rows stay what they are, and an ignored one is 0."""
     impl, device = impl_device
@@ -67,6 +68,7 @@ def test_rounded_log_probs_are_a_distribution(divergence):
             assert distillation_loss(student, teacher, divergence=divergence, check_labels=True).isfinite()
 
 
+@pytest.mark.usefixtures("unread_labels")
 def test_too_much_mass_has_no_finite_gradient_with_a_hard_weight_of_1(impl_device):
     impl, device = impl_device
     leaf, log_probs = torch.zeros(2, 5, device=device).requires_grad_(), torch.tensor([[0.9, 0.9], [0.4, 0.4]]).log()

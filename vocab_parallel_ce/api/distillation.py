@@ -44,7 +44,7 @@ def distillation_loss(
     num_items: float | Tensor | None = None,
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
 ) -> Tensor:
     """Divergence of a student's distribution from a teacher's, over sharded logits of both.
@@ -144,7 +144,7 @@ def linear_distillation_loss(
     num_items: float | Tensor | None = None,
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
     chunk_size: int | str = "auto",
     keep_logits: str = "none",

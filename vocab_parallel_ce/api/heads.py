@@ -58,7 +58,7 @@ def linear_cross_entropy(
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
     sequence_parallel: bool = False,
     chunk_size: int | str = "auto",
@@ -108,8 +108,8 @@ def linear_cross_entropy(
         expected_grad_output: ``[...]``, the same on every rank: what will multiply each loss, except one factor for
             all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in backward, the gradients are
             NaN, and a later call warns.
-        valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it gives
-            a NaN loss. ``"count"`` counts them, for which the host waits for the device; in no CUDA graph.
+        valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it
+            raises where ``check_labels`` looks, as on a CPU, otherwise it gives a NaN loss. ``"count"`` counts them, for which the host waits for the device; in no CUDA graph.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its shard.
 
     Returns:
@@ -166,7 +166,7 @@ def linear_token_log_probs(
     kept: Tensor | None = None,
     outputs: Sequence[str] = (),
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
     sequence_parallel: bool = False,
     chunk_size: int | str = "auto",

@@ -46,7 +46,7 @@ def vocab_parallel_cross_entropy(
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
 ) -> TensorOrOutputs:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with class weights 1 more; 4 with probabilities.
     Outputs add to it: 1 each for ``"entropy"``, ``"sum_sq_probs"`` and predictions, 2 for ``"mean_logit"`` without
-    smoothing. The host waits for the device only with ``check_labels``; every
+    smoothing. The host waits for the device only with ``check_labels=True``; every
     path can be captured in a CUDA graph. Under ``torch.compile`` it is one operator, and the
     gradient is out of place, unless ``gradient`` names another mode: then the graph breaks (docs/compile.md).
 
@@ -99,11 +99,13 @@ def vocab_parallel_cross_entropy(
         gradient: where it is written. ``"auto"``: over the logits if nobody else can see them when backward runs,
             otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
             over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
-            rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are not
-            safe under saved-tensor hooks. With ``"in_forward"`` backward raises if it gets a
+            rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are
+            refused under saved-tensor hooks (a checkpoint that is not reentrant, ``save_on_cpu``). With ``"in_forward"`` backward raises if it gets a
             gradient of another output than the loss.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
-        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
+        check_labels: whether to raise ValueError for a label outside ``[0, V)`` that is not ``ignore_index``;
+            otherwise its row is NaN. ``"auto"``: where labels are on the CPU, also in compiled code. True: always,
+            for which the host waits for the device. False: never.
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns until none are left, so that the last ones may
             have fewer, or none; or all have ``C`` columns, of which those beyond ``V`` are padding: no part of the
             softmax, gradient 0. If neither holds, a :class:`VocabShard` that says which columns this rank has. None:
@@ -169,7 +171,7 @@ def token_log_probs(
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
 ) -> TensorOrOutputs:
     """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
@@ -190,8 +192,8 @@ def token_log_probs(
 
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:
-            one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` has NaN, as the gradient of its
-            token. They take no ``outputs``.
+            one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` raises, or has NaN, as the gradient
+            of its token: see ``check_labels``. They take no ``outputs``.
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
@@ -203,7 +205,7 @@ def token_log_probs(
             plain PyTorch computes; elsewhere that token is NaN. Not with given ids and ``"mean_logit"``.
         kept: ``[..., k]`` int64 or int32 global ids, the same on every rank; -1 where a token has fewer: the softmax is
             over these alone, as of a sampler that kept them, and the gradient of all other logits is 0. Only these
-            logits are read. An id that is twice counts once; one outside the vocabulary makes its token NaN; a label
+            logits are read. An id that is twice counts once; one outside the vocabulary raises, or makes its token NaN; a label
             that is not among them has ``-inf``, and NaN if there are none: give such a token ``ignore_index``. Made for
             ``k`` of some hundreds. Not with given ids, a ``threshold``, or outputs but ``"entropy"``.
         ignore_index: tokens with this label have outputs and gradient 0.

@@ -129,7 +129,7 @@ class VocabParallelCrossEntropy(_LossModule):
         outputs: Sequence[str] = (),
         gradient: str = "auto",
         impl: str = "auto",
-        check_labels: bool = False,
+        check_labels: bool | str = "auto",
         vocab_size: int | VocabShard | None = None,
     ) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class LinearCrossEntropy(_LossModule):
         outputs: Sequence[str] = (),
         gradient: str = "auto",
         impl: str = "auto",
-        check_labels: bool = False,
+        check_labels: bool | str = "auto",
         vocab_size: int | VocabShard | None = None,
         sequence_parallel: bool = False,
         chunk_size: int | str = "auto",

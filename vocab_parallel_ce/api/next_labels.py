@@ -52,7 +52,7 @@ def next_labels(
             ``ignore_index``. On one rank, tokens after ``cu_seqlens[-1]`` are padding and get ``ignore_index``; on
             several, ``cu_seqlens`` ends with the tokens of all of them. On the CPU its values are checked. On the
             device of the labels nobody reads them: if they are wrong, every label is outside of any vocabulary, so
-            that the loss is NaN, or raises with ``check_labels``.
+            that the loss raises, or is NaN: see its ``check_labels``.
         group: the context-parallel ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. Each of its ``R`` ranks
             holds an equal part of every sequence. None if this rank holds all. Not the loss's ``group``.
         layout: which part; needed if there are several ranks. ``"contiguous"``: slice r of ``R`` of each sequence.

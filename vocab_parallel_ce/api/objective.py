@@ -44,7 +44,7 @@ def linear_objective(
     threshold: Tensor | None = None,
     kept: Tensor | None = None,
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
     sequence_parallel: bool = False,
     chunk_size: int | str = "auto",

@@ -19,8 +19,8 @@ class TopKTeacher(NamedTuple):
     """A teacher that is known at ``k`` tokens, the same on every rank; it gets no gradient.
 
     A row whose ``exp(log_probs)`` sum to more than 1.125 is no distribution, beyond rounding: probabilities or logits
-    in the place of ``log_probs``. Its loss and gradient are NaN, as of an id outside the vocabulary, and with
-    ``check_labels=True`` it is a ValueError.
+    in the place of ``log_probs``. Its loss and gradient are NaN, as of an id outside the vocabulary, and
+    where ``check_labels`` looks it is a ValueError. ``"auto"`` does not look in compiled code.
 
     Example:
         >>> from vocab_parallel_ce import TopKTeacher, distillation_loss
@@ -41,7 +41,7 @@ def targets_of(
 ) -> tuple[TopK, Settings]:
     """Return the targets of the loss of ``student``, logits or hidden states, and its settings.
 
-    With ``check_labels`` it looks at the values, and marks the ids that are left out.
+    Where ``check_labels`` says so, it looks at the values, and marks the ids that are left out.
     """
     ids, log_probs, rest, temperature = teacher
     checks.check_choice("teacher.rest", rest, ("ignore", "bucket"))
@@ -56,7 +56,9 @@ def targets_of(
             f"of the teacher's logits / {of_loss:g}, and TopKTeacher(..., temperature={of_loss:g})"
         )
     checks.check_tensor("teacher.ids", ids)
-    if settings.check_labels:
+    if settings.check_labels == "auto" and checks.is_traced():
+        settings = settings._replace(check_labels=False)  # an operator has no ids that are left out
+    if checks.looks_at(ids, settings.check_labels):
         if checks.is_traced():
             raise ValueError(
                 "check_labels: expected False in compiled code with a TopKTeacher, because the check waits for the "
@@ -66,6 +68,7 @@ def targets_of(
         targets, tokens = TopK(ids, log_probs, labels), Tokens(student, subject, student.shape[:-1])
         check(targets, tokens, settings)
         TOP_K.check(targets, tokens, settings)
+        TOP_K.options(settings, None, class_weight=False)
         ids = check_values(teacher, labels, settings.ignore_index)
     k = ids.shape[-1] if ids.dim() else 0
     settings = settings._replace(n_ids=k + (labels is not None), n_known=k if rest == "bucket" else 0)

@@ -128,6 +128,7 @@ def plan_linear_call(
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
     count = is_valid.sum(0, keepdim=True) if planned.counts else None
+    overflow = _overflow(count, head.valid_tokens, settings.check_labels)
     chunks, order = _chunks_and_order(planned, is_valid, count, head.valid_tokens)
     if order is not None:
         targets = loss.in_order(targets, order, settings)
@@ -149,7 +150,7 @@ def plan_linear_call(
         chunks=chunks,
         order=order,
         is_valid=None if ignored is None else is_valid,
-        overflow=_overflow(count, head.valid_tokens),
+        overflow=overflow,
         main_grad=main_grad,
         parameter=parameter if main_grad is not None and hasattr(parameter, "grad_added_to_main_grad") else None,
         expected=expected,
@@ -301,10 +302,18 @@ def _compare(
     verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options)
 
 
-def _overflow(count: Tensor | None, valid_tokens: int | str | None) -> Tensor | None:
-    """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said."""
+def _overflow(count: Tensor | None, valid_tokens: int | str | None, check_labels: bool | str) -> Tensor | None:
+    """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said.
+
+    Raises ValueError in its place where ``check_labels`` looks.
+    """
     if count is None or valid_tokens is None or isinstance(valid_tokens, str):
         return None
+    if checks.looks_at(count, check_labels) and int(count) > valid_tokens:
+        raise ValueError(
+            f"valid_tokens: must be at least the number of labels that are not ignored, {int(count)}, got "
+            f"{valid_tokens}; pass an upper bound, or 'count'"
+        )
     factor = count.new_ones((), dtype=torch.float32)
     return factor.masked_fill_(count[0] > valid_tokens, float("nan"))
 

@@ -35,7 +35,7 @@ def cross_entropy(
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
 ) -> Any:
     """Compute the loss of ``logits``, a DTensor with ``Shard(-1)`` on exactly one dimension of its mesh.
 
@@ -120,7 +120,7 @@ def token_log_probs(
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
-    check_labels: bool = False,
+    check_labels: bool | str = "auto",
 ) -> Any:
     """Compute :func:`vocab_parallel_ce.token_log_probs` of ``logits`` as :func:`cross_entropy` takes them.
 

@@ -59,10 +59,10 @@ class RowColumns(RowIds):
 
     def is_local(self, target: Tensor, settings: Settings) -> bool:
         can_be_saved = target.is_contiguous() and not target.is_inference()
-        return target.dim() == 2 and can_be_saved and not settings.check_labels
+        return target.dim() == 2 and can_be_saved and not checks.may_look_at(target, settings.check_labels)
 
     def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        if settings.check_labels:
+        if checks.looks_at(target, settings.check_labels):
             is_callers, size = self.ignored is None, plan.shard.vocab_size
             checks.check_label_range(target, size, self.fill(settings), name=name, names_ignored=is_callers)
         return savable(target.reshape(-1, target.shape[-1]).contiguous())

@@ -113,12 +113,10 @@ class HeadCall(Head):
 
     def loss(self, hidden: Tensor, labels: Tensor, n_columns: int, **options: Any) -> Tensor:
         module, group = self.plan.module, self.plan.group
-        # PyTorch raises for such labels too; on a GPU the check would wait for the device.
-        checks = hidden.device.type == "cpu"
         # Trainer waits for the device too, to count the labels of a batch. A captured CUDA graph cannot.
         captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         valid_tokens = "count" if self.requires_grad and not captures else None
-        options |= {"vocab_size": n_columns, "group": group, "check_labels": checks, "valid_tokens": valid_tokens}
+        options |= {"vocab_size": n_columns, "group": group, "valid_tokens": valid_tokens}
         options |= self.plan.options
         if options.get("chunk_size", "auto") == "auto":
             width = -(-module.out_features // group_position(group)[1])
