@@ -109,7 +109,8 @@ def linear_cross_entropy(
             all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in backward, the gradients are
             NaN, and a later call warns.
         valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it
-            raises where ``check_labels`` looks, as on a CPU, otherwise it gives a NaN loss. ``"count"`` counts them, for which the host waits for the device; in no CUDA graph.
+            raises where ``check_labels`` looks, as on a CPU, otherwise it gives a NaN loss. ``"count"`` counts them,
+            for which the host waits for the device; in no CUDA graph.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its shard.
 
     Returns:

@@ -100,7 +100,8 @@ def vocab_parallel_cross_entropy(
             otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
             over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
             rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are
-            refused under saved-tensor hooks (a checkpoint that is not reentrant, ``save_on_cpu``). With ``"in_forward"`` backward raises if it gets a
+            refused under saved-tensor hooks (a checkpoint that is not reentrant, ``save_on_cpu``). With
+            ``"in_forward"`` backward raises if it gets a
             gradient of another output than the loss.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: whether to raise ValueError for a label outside ``[0, V)`` that is not ``ignore_index``;
@@ -192,7 +193,8 @@ def token_log_probs(
 
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:
-            one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` raises, or has NaN, as the gradient
+            one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` raises, or has NaN, as the
+            gradient
             of its token: see ``check_labels``. They take no ``outputs``.
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
@@ -205,7 +207,8 @@ def token_log_probs(
             plain PyTorch computes; elsewhere that token is NaN. Not with given ids and ``"mean_logit"``.
         kept: ``[..., k]`` int64 or int32 global ids, the same on every rank; -1 where a token has fewer: the softmax is
             over these alone, as of a sampler that kept them, and the gradient of all other logits is 0. Only these
-            logits are read. An id that is twice counts once; one outside the vocabulary raises, or makes its token NaN; a label
+            logits are read. An id that is twice counts once; one outside the vocabulary raises, or makes its token
+            NaN; a label
             that is not among them has ``-inf``, and NaN if there are none: give such a token ``ignore_index``. Made for
             ``k`` of some hundreds. Not with given ids, a ``threshold``, or outputs but ``"entropy"``.
         ignore_index: tokens with this label have outputs and gradient 0.

@@ -4,7 +4,8 @@ The functions have the names, parameters, shapes and dtypes of AReaL 1.0. :func:
 Archon engines use them. AReaL 1.0.4 asks for a torch before 2.11; this package needs 2.11 or newer, so install AReaL
 without that bound.
 
-What differs: a label outside of the vocabulary is NaN on a GPU, and -100 gives 0 without a gradient; backward may run again
+What differs: a label outside of the vocabulary is NaN on a GPU, and -100 gives 0 without a gradient; backward may run
+again
 (``retain_graph``), unless the gradient was written over the logits.
 """
 

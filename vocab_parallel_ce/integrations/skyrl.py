@@ -5,7 +5,8 @@ The functions and classes have the names, parameters, shapes and dtypes of SkyRL
 ``vocab_parallel_entropy``. SkyRL's functions around them, which roll the targets, gather over context parallelism and
 unpack sequences, stay as they are and call them.
 
-What differs: a target outside of the vocabulary raises on a CPU and gives NaN on a GPU, where SkyRL returns a number with a gradient; -100 gives 0
+What differs: a target outside of the vocabulary raises on a CPU and gives NaN on a GPU, where SkyRL returns a number
+with a gradient; -100 gives 0
 without one. Ranks whose shards are not equal are refused.
 """
 
