@@ -106,11 +106,11 @@ def check_no_trace() -> None:
         )
 
 
-def check_no_double_backward() -> None:
+def check_no_double_backward(name: str = "cross-entropy") -> None:
     """Raise RuntimeError if autograd records backward."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "cross-entropy: expected backward without create_graph, got one with it, though its gradient cannot be "
+            f"{name}: expected backward without create_graph, got one with it, though its gradient cannot be "
             "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
         )
 

@@ -30,7 +30,7 @@ from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import Arguments, with_local_rows
 from vocab_parallel_ce.head.plan import LinearCall, autocast_dtype, plan_linear_call, shape_of_tokens
 from vocab_parallel_ce.head.products import without_autocast
-from vocab_parallel_ce.head.settings import check_head_settings, gradient_of
+from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
@@ -61,7 +61,7 @@ def linear_losses(loss: Loss, arguments: Arguments, settings: Settings, head: He
     arguments, settings = with_local_rows(arguments, settings, position)
     hidden, weight, bias = arguments.head
     autocast = autocast_dtype(hidden)
-    gradient = gradient_of(settings, head, autocast or hidden.dtype)
+    gradient = gradient_of(settings, head, rounded_dtypes(autocast or hidden.dtype, arguments.head))
     if settings.asks_for_differentiable:
         gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
     settings = settings._replace(gradient=gradient)

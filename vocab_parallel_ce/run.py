@@ -198,7 +198,7 @@ def run_backward(
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals)
-    checks.check_no_double_backward()
+    checks.check_no_double_backward(refusals.second.partition(":")[0])
     # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
     used = [grad for grad in grads if grad is not None]
     if _in_transform() or any(map(_is_batch, used)):

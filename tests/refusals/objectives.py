@@ -66,7 +66,11 @@ TOKENS: list[Row] = [
 ]
 TRAINED_HALF = {name: tensor.clone().requires_grad_() for name, tensor in HALF.items()}
 OTHERS: list[Row] = [
-    (TRAINED_HALF, ValueError, "objective: expected products of bf16 or fp32.*got fp16; use linear_token_log_probs"),
+    (
+        TRAINED_HALF,
+        ValueError,
+        "objective: expected products and gradients of bf16 or fp32.*got fp16; use linear_token_log_probs",
+    ),
     ({"reduction": "none"}, ValueError, "reduction: expected one of 'mean', 'sum'"),
     ({"num_items": -1}, ValueError, "num_items: must be "),
     ({"num_items": "3"}, TypeError, "num_items: expected a number, got str"),

@@ -34,7 +34,7 @@ def linear_objective(
     outputs: Sequence[str] = (),
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    check_objective: bool = False,
+    check_objective: bool = True,
     bias: Tensor | None = None,
     group: Any = None,
     ignore_index: int = -100,
@@ -74,8 +74,10 @@ def linear_objective(
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result.
         reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
         num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
-        check_objective: raises ValueError if a token's value or derivative changes when every second token is left
-            out, as those of a mean would. Only where gradients are computed. Waits for the device; for a new function.
+        check_objective: at the first call of each function (of its code) with gradients, raise ValueError if a
+            token's value or derivative changes when others are left out or changed, as those of a mean would. This
+            call waits for the device, and calls the function up to 12 times more; later calls and CUDA graphs do not.
+            False: no check, for instance for dropout.
         temperature, threshold, kept: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 

@@ -6,7 +6,9 @@ the grad_outputs of the rows. So a head has three products for any objective, as
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,10 +24,13 @@ from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Tokens
 
 MIXES = (
-    "objective: expected each token's number to depend on its own numbers, got another when half of the tokens were "
-    "left out: it mixes tokens, or changes with each call; a mean or a sequence's ratio takes two steps "
+    "objective: expected each token's number to depend on its own numbers, got another when others were left out "
+    "or changed: it mixes tokens, or changes with each call; a mean or a sequence's ratio takes two steps "
     "(docs/objective.md)"
 )
+
+
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # code of functions that mix no tokens
 
 
 class Objective(NamedTuple):
@@ -35,11 +40,11 @@ class Objective(NamedTuple):
     tokens: Mapping[str, Tensor]  # [...] each
     reduction: str  # "mean" or "sum"
     num_items: float | Tensor | None
-    is_checked: bool  # whether the function may look at no other token
+    is_checked: bool  # whether the function is checked at its first call
 
 
-def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dtype: torch.dtype | None) -> None:
-    """Raise unless the objective can be called with the tokens' numbers; ``dtype`` is that of a gradient's products."""
+def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dtypes: set[torch.dtype]) -> None:
+    """Raise unless the objective can be called with the tokens' numbers; ``dtypes`` are those of gradients."""
     function: Any = objective.function  # of any type, as are the tokens
     if not callable(function):
         got = type(function).__name__
@@ -65,10 +70,11 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
     checks.check_no_transforms(*by_name.values(), objective.num_items)
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
     checks.check_bool("check_objective", objective.is_checked)
-    if dtype == torch.float16:
+    if torch.float16 in dtypes:
         raise ValueError(
-            "objective: expected products of bf16 or fp32, because small gradients of fp16 would underflow before the "
-            "loss scale multiplies them, got fp16; use linear_token_log_probs, whose backward knows the scale"
+            "objective: expected products and gradients of bf16 or fp32, because small gradients of fp16 would "
+            "underflow before the loss scale multiplies them, got fp16; use linear_token_log_probs, "
+            "whose backward knows the scale"
         )
 
 
@@ -80,7 +86,8 @@ class RowObjective(NamedTuple):
     is_valid: Tensor  # [M] bool: rows that are not ignored
     factor: Tensor  # [1]: 1 / divisor, 0 for a divisor of 0
     losses: Tensor  # [M]: filled by `fill` and `fill_and_differentiate`; 0 for ignored rows
-    is_checked: bool
+    may_be_of_none: bool  # whether ``num_items`` may be 0
+    code: Any  # of a function to check; None: it is not
 
     def fill(self, rows: slice, outputs: TokenOutputs) -> None:
         """Fill the losses of ``rows`` from their outputs."""
@@ -90,14 +97,20 @@ class RowObjective(NamedTuple):
         """Do the same, and return the derivatives of :meth:`total` by the outputs."""
         factor = self.factor.expand(rows.stop - rows.start)
         values, grads = self._differentiated(rows, outputs, factor)
-        if self.is_checked:
-            self._check_each_alone(rows, outputs)
+        if self.code is not None and self.code not in _checked:
+            self._check(rows, outputs)
         self.losses[rows] = values
         return GradOutputs(loss=grads.pop("log_probs"), **grads)
 
     def total(self) -> Tensor:
         """Return the reduced loss ``[]``."""
-        return (self.losses.sum() * self.factor).squeeze(0)
+        return self.losses.sum() * self.factor.squeeze(0)  # no view: a caller may add to it in place
+
+    def counted(self, targets: Any, ignore_index: int) -> Any:
+        """Return targets whose gradients are 0 if the divisor is, whatever the logits hold."""
+        if not self.may_be_of_none:
+            return targets
+        return targets._replace(labels=torch.where(self.factor == 0, ignore_index, targets.labels))
 
     def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
@@ -112,15 +125,17 @@ class RowObjective(NamedTuple):
                 )
             _check_no_other_leaf(values, tuple(leaves.values()))
             derivatives = torch.autograd.grad(values, tuple(leaves.values()), factors, allow_unused=True)
+        for leaf in leaves.values():
+            leaf.register_hook(_refuse_kept)
         grads = zip(leaves.items(), derivatives, strict=True)
         return values.detach(), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in grads}
 
     def _values(self, rows: slice, named: dict[str, Tensor]) -> Tensor:
         """Return the checked numbers of some rows, 0 for ignored ones."""
-        log_probs, is_valid = named["log_probs"], self.is_valid[rows]
-        others = {name: output for name, output in named.items() if name != "log_probs"}
         # Copies: the function may write to its arguments.
+        others = {name: output.clone() for name, output in named.items()}
         others |= {name: numbers[rows].clone() for name, numbers in self.tokens.items()}
+        log_probs, is_valid = others.pop("log_probs"), self.is_valid[rows]
         try:
             values = self.function(log_probs, **others)
         except TypeError:
@@ -129,10 +144,52 @@ class RowObjective(NamedTuple):
         if not isinstance(values, Tensor) or not values.is_floating_point():
             got = getattr(values, "dtype", type(values).__name__)
             raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per token")
+        if values.layout is not torch.strided:
+            raise TypeError(f"objective: expected a dense tensor, got layout {values.layout}; return its to_dense()")
         if values.shape != log_probs.shape or values.device != log_probs.device:
             expected, got = (f"{tuple(each.shape)} on {each.device}" for each in (log_probs, values))
             raise ValueError(f"objective: expected a number of each token, {expected}, got {got}; return that shape")
         return torch.where(is_valid, values.to(log_probs.dtype), 0.0)
+
+    def _check(self, rows: slice, outputs: TokenOutputs) -> None:
+        """Raise if the function mixes tokens; remember it if there were enough to tell. Waits for the device."""
+        index = self.is_valid[rows].nonzero().squeeze(1)
+        n_valid = len(index)
+        if n_valid == 0:
+            return
+        index = index.repeat(2) if n_valid == 1 else index
+        tokens = {name: numbers[rows][index] for name, numbers in self.tokens.items()}
+        if n_valid == 1:  # and another, of other numbers
+            tokens |= {name: torch.stack([t[0], 2 * t[1]]) for name, t in tokens.items() if t.is_floating_point()}
+        alone = self._replace(tokens=tokens, is_valid=self.is_valid[rows][index])
+        some = TokenOutputs._make([None if each is None else each[index] for each in outputs])
+        try:
+            alone._check_each_alone(slice(0, len(index)), some)
+            alone._check_each_changed(some)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, ValueError) as error:  # of all rows there was none
+            if str(error).startswith(MIXES):
+                raise
+            raise ValueError(f"{MIXES}. Numbers of all tokens must be in tokens=") from error
+        if n_valid > 1:
+            _checked.add(self.code)
+
+    def _check_each_changed(self, outputs: TokenOutputs) -> None:
+        """Raise unless a row has the same number and derivative if every second row gets far log-probabilities.
+
+        Each row stays at its place, so that even rounding is the same.
+        """
+        rows, ones = slice(0, len(outputs.loss)), torch.ones_like(outputs.loss)
+        values, grads = self._differentiated(rows, outputs, ones)
+        for first in range(2):
+            own = slice(first, None, 2)
+            for far in (0.01 * outputs.loss, 4 * outputs.loss - 5):  # no log-probability is positive
+                far[own] = outputs.loss[own]
+                others, of_others = self._differentiated(rows, outputs._replace(loss=far), ones)
+                is_right = _are_close(values[own], others[own])
+                if not (is_right and all(_are_close(g[own], of_others[name][own]) for name, g in grads.items())):
+                    raise ValueError(MIXES)
 
     def _check_each_alone(self, rows: slice, outputs: TokenOutputs) -> None:
         """Raise unless every second row has the same number and derivative alone, and so have the rows between."""
@@ -161,6 +218,30 @@ class RowObjective(NamedTuple):
                 raise ValueError(MIXES)
 
 
+def code_of(function: Any) -> Any:
+    """Return what stands for a function among those that are checked: its code, or its type."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
+    elif not hasattr(function, "__code__") and not inspect.ismethod(function):
+        function = type(function).__call__
+    return getattr(inspect.unwrap(function), "__code__", type(function))
+
+
+def is_capturing(hidden: Tensor) -> bool:
+    """Return whether a CUDA graph is captured, in which nothing may wait."""
+    return hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_kept(_: Tensor) -> None:
+    """Raise from a backward through what a function has kept of its arguments."""
+    raise RuntimeError(
+        "objective: expected no loss of a tensor that a call of the function had kept, got its backward, which would "
+        "add nothing to hidden and weight; return it as part of the objective, or keep its detach()"
+    )
+
+
 def check_takes(function: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise TypeError if a function cannot be called with log-probabilities and keywords of these names."""
     try:
@@ -185,14 +266,18 @@ def rows_of(
         tokens = {name: order.to_rows(numbers, 0) for name, numbers in tokens.items()}
         is_valid = order.to_rows(is_valid, False)
     factor = torch.where(divisor == 0, 0.0, 1 / divisor.to(dtype))
+    given = objective.num_items is not None
+    if given:
+        is_valid = is_valid & (divisor != 0)
     losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
-    return RowObjective(objective.function, tokens, is_valid, factor, losses, objective.is_checked)
+    code = code_of(objective.function) if objective.is_checked and not is_capturing(hidden) else None
+    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, code)
 
 
 def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
-    """Return copies of the outputs that there are, by the names of their arguments."""
+    """Return the outputs that there are, by the names of their arguments."""
     names = ("log_probs", *TokenOutputs._fields[1:])
-    return {name: output.detach().clone() for name, output in zip(names, outputs, strict=True) if output is not None}
+    return {name: output.detach() for name, output in zip(names, outputs, strict=True) if output is not None}
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:

@@ -22,7 +22,7 @@ from vocab_parallel_ce.head.chunks import (
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
-from vocab_parallel_ce.head.settings import COUNT, check_expects, check_head_settings, gradient_of
+from vocab_parallel_ce.head.settings import COUNT, check_expects, check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import (
@@ -122,8 +122,8 @@ def plan_linear_call(
         check_memory(targets, tokens, settings)
         targets = local(targets, tokens, settings, plan)
     if objective is not None:
-        products = planned.dtype if planned.needs_gradient else None
-        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, products)
+        dtypes = rounded_dtypes(planned.dtype, arguments.head) if planned.needs_gradient else set()
+        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, dtypes)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
@@ -198,7 +198,7 @@ def checked_head_plan(
     knows_grad_output = expected_grad_output is not None or objective is not None
     check_head_settings(settings, head, knows_grad_output=knows_grad_output)
     if expected_grad_output is not None:
-        check_expects(settings, dtype)
+        check_expects(settings, rounded_dtypes(dtype, (hidden, weight, bias)))
     planned = make_head_plan(loss, arguments, settings, head, dtype, position)
     if head.sequence_parallel and group is None:
         raise ValueError(
@@ -217,7 +217,8 @@ def make_head_plan(
 ) -> HeadPlan:
     """Choose what runs for checked arguments and products of ``dtype``."""
     (hidden, *_), (_, n_ranks) = arguments.head, position
-    logits_dtype, gradient = head.logits_dtype or dtype, gradient_of(settings, head, dtype)
+    logits_dtype, dtypes = head.logits_dtype or dtype, rounded_dtypes(dtype, arguments.head)
+    gradient = gradient_of(settings, head, dtypes)
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
     plan = _plan_of_logits(loss, arguments, settings, position, (dtype, logits_dtype), gradient, recomputes)

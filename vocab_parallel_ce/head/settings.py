@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.head.chunks import chunk_of, most_kept
@@ -59,26 +62,31 @@ def check_keeps(head: HeadSettings, gradient: str) -> None:
         )
 
 
-def check_expects(settings: Settings, dtype: torch.dtype) -> None:
+def check_expects(settings: Settings, dtypes: set[torch.dtype]) -> None:
     """Check that forward may compute gradients with an expected grad_output."""
     if (settings.reduction, settings.gradient) != ("none", "in_forward"):
         got = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
         raise ValueError(
             f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {got}; pass those"
         )
-    if dtype == torch.float16:
+    if torch.float16 in dtypes:
         raise ValueError(
             "expected_grad_output: expected bf16 or fp32, because small gradients of fp16 would underflow before the "
             "loss scale multiplies them, got fp16; use gradient='in_backward' without it"
         )
 
 
-def gradient_of(settings: Settings, head: HeadSettings, dtype: torch.dtype) -> str:
-    """Return the mode that runs for products of ``dtype``."""
+def rounded_dtypes(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
+    """Return the dtypes that gradients are rounded to: of the products, and of the tensors that require one."""
+    return {dtype, *[t.dtype for t in tensors if t is not None and t.requires_grad]}
+
+
+def gradient_of(settings: Settings, head: HeadSettings, dtypes: set[torch.dtype]) -> str:
+    """Return the mode that runs for :func:`rounded_dtypes`."""
     if settings.gradient != "auto":
         return settings.gradient
     # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    waits = settings.reduction == "none" or dtype == torch.float16
+    waits = settings.reduction == "none" or torch.float16 in dtypes
     # With kept logits, backward has three products too, and gradients of the outputs as well.
     waits = waits or (settings.asks_for_differentiable and head.keep_logits != "none")
     return "in_backward" if waits else "in_forward"

@@ -1,0 +1,161 @@
+"""Objectives that a first call refuses, tensors that they keep or write to, and dtypes that would round gradients."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from tests.linear.test_objective import Objectives
+from tests.support.cases.objectives import ppo
+from vocab_parallel_ce import linear_cross_entropy, linear_objective
+from vocab_parallel_ce.head import objective as head_objective
+
+HALF, WIDE = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_checked_yet(monkeypatch):
+    monkeypatch.setattr(head_objective, "_checked", type(head_objective._checked)())
+
+
+def stops_early(log_probs, old, **_):
+    ratio = (log_probs - old).exp()
+    return 0 * log_probs if ratio.mean() > 1.2 else ratio
+
+
+def gates_by_a_mean(log_probs, old, **_):
+    ratio = (log_probs - old).exp()
+    return torch.where(ratio.mean() > 1.2, 0.0, ratio)
+
+
+def of_a_mean(log_probs, advantage, **_):
+    return -(advantage - advantage.mean()) * log_probs
+
+
+def drops(log_probs, **_):
+    return torch.nn.functional.dropout(log_probs, 0.5)
+
+
+class Callable:
+    def __call__(self, log_probs, **of):
+        return of_a_mean(log_probs, **of)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial], ids=["plain", "partial"])
+@pytest.mark.parametrize("mixing", [stops_early, gates_by_a_mean, of_a_mean, drops, Callable()])
+def test_a_first_call_refuses_a_function_that_mixes_tokens(impl_device, mixing, wrap):
+    case = Objectives(impl_device, "peaked")
+    same = case.loss()[1].log_probs
+    for old in (case.tokens["old"], same):
+        for _ in range(2):  # what is refused is not remembered
+            with pytest.raises(ValueError, match="mixes tokens"):
+                case.loss(wrap(mixing), tokens=case.tokens | {"old": old})
+        case.loss(wrap(mixing), tokens=case.tokens | {"old": old}, check_objective=False)
+
+
+def test_one_token_is_enough_to_refuse_and_not_to_trust(impl_device):
+    case = Objectives(impl_device, "peaked")
+    labels = torch.full_like(case.labels, -100)
+    case.loss(ppo, labels=labels)
+    assert not head_objective._checked
+    labels[0] = 1
+    case.loss(ppo, labels=labels)
+    assert not head_objective._checked
+    with pytest.raises(ValueError, match="mixes tokens"):
+        case.loss(of_a_mean, labels=labels)
+
+
+def test_later_calls_check_nothing(impl_device):
+    case, calls = Objectives(impl_device), []
+
+    def counted(log_probs, **of):
+        calls.append(len(log_probs))
+        return ppo(log_probs, **of)
+
+    first = case.gradients(counted)
+    assert len(calls) > 5
+    calls.clear()
+    for one, other in zip(case.gradients(functools.partial(counted)), first, strict=True):
+        assert torch.equal(one, other)
+    assert len(calls) == 1
+
+
+def test_an_objective_may_write_to_its_log_probs(impl_device):
+    case = Objectives(impl_device)
+    expected = case.gradients(lambda log_probs, **_: 2 * log_probs)
+    for one, other in zip(case.gradients(lambda log_probs, **_: log_probs.mul_(2)), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loss_may_be_added_to_in_place(impl_device):
+    case = Objectives(impl_device)
+    for own in ({}, {"valid_tokens": len(case.labels)}):
+        loss, _ = case.loss(**own)
+        loss += 1
+        for one, other in zip(torch.autograd.grad(loss, case.leaves), case.gradients(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_zero_items_and_a_nan_are_zero(impl_device):
+    case = Objectives(impl_device)
+    with torch.no_grad():
+        case.weight[0] = torch.nan
+    for num_items in (0, torch.tensor(0.0, device=case.device)):
+        loss, _ = case.loss(num_items=num_items)
+        assert loss == 0
+    with torch.no_grad():
+        case.weight[0] = 0
+    tokens = {name: number * torch.nan for name, number in case.tokens.items()}
+    loss, _ = case.loss(num_items=0, tokens=tokens)
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, case.leaves))
+    case.bias.data[2] = torch.nan
+    loss, _ = case.loss(num_items=0)
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, case.leaves))
+
+
+def test_a_tensor_that_was_kept_says_so_in_backward(impl_device):
+    case, kept = Objectives(impl_device), []
+
+    def keeps(log_probs, entropy, **_):
+        kept.append(entropy)
+        return log_probs
+
+    loss, _ = case.loss(keeps, check_objective=False)
+    with pytest.raises(RuntimeError, match="objective: .*kept"):
+        (loss + kept[0].sum()).backward()
+
+
+def test_a_sparse_result_is_refused(impl_device):
+    with pytest.raises(TypeError, match="objective: expected a dense tensor, got layout"):
+        Objectives(impl_device).loss(lambda log_probs, **_: log_probs.to_sparse())
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((HALF, WIDE), repeat=2)), ids=str)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, HALF])
+def test_fp16_leaves_wait_for_the_loss_scale(impl_device, dtypes, autocast):
+    case = Objectives(impl_device)
+    if impl_device[1] == "cpu" and autocast == HALF and not torch.amp.is_autocast_available("cpu"):
+        pytest.skip("no autocast")
+    hidden, weight = case.hidden.detach().to(dtypes[0]), case.weight.detach().to(dtypes[1])
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    is_half = HALF in (*dtypes, autocast)
+    with torch.autocast(case.device, autocast):
+        loss = linear_cross_entropy(hidden, weight, case.labels, impl=case.impl, num_items=1e7)
+        call = {"labels": case.labels, "impl": case.impl}
+        if is_half:
+            with pytest.raises(ValueError, match="objective: expected products and gradients of bf16 or fp32"):
+                linear_objective(hidden, weight, objective=lambda log_probs: log_probs, **call)
+            own = {"reduction": "none", "gradient": "in_forward"}
+            factor = torch.ones(case.labels.shape, device=case.device)
+            with pytest.raises(ValueError, match="expected_grad_output: expected bf16 or fp32"):
+                linear_cross_entropy(hidden, weight, expected_grad_output=factor, **call, **own)
+        else:
+            linear_objective(hidden, weight, objective=lambda log_probs: log_probs, **call)
+    scale = 2.0**20  # the loss scale, of an advantage of 1e-7
+    small, _ = torch.autograd.grad(loss * scale, (hidden, weight))
+    exact, own = hidden.detach().float().requires_grad_(), weight.detach().float()
+    expected = torch.nn.functional.cross_entropy(exact @ own.t(), case.labels, reduction="sum")
+    (expected,) = torch.autograd.grad(expected / 1e7 * scale, exact)
+    torch.testing.assert_close(small.float(), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
