@@ -1,7 +1,7 @@
 """DeepSpeed's losses on shards, uneven ones too: fp64, and its own functions if it is there.
 
-DeepSpeed is not in CI. The tests that need it skip and say so; the others tell the functions the vocabulary, so that
-they do not ask DeepSpeed.
+The tests that need DeepSpeed skip without it and say so; the others tell the functions the vocabulary, so that they do
+not ask DeepSpeed.
 """
 
 import os

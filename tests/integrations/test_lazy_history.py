@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import register_multi_grad_hook
 
-from tests.integrations.test_lazy_logits import Recording, V, inputs, of
+from tests.integrations.test_lazy_logits import Recording, V, inputs, lazy_pair, of
+from vocab_parallel_ce.integrations.lazy_head import _say_not_called
 
 pytestmark = pytest.mark.reference
 
@@ -187,3 +189,49 @@ def test_a_fused_loss_makes_no_values_and_a_history_of_pytorchs_own():
     assert [each()._real for each in logits._head.lazy if each() is not None].count(None) >= 4
     loss.backward()
     assert logits._real is None and logits._head._graph is None
+
+
+def hook_of(seen, lazy, how):
+    """Wait for the gradient of lazy logits in one of PyTorch's ways."""
+    if how == "register_hook":
+        return lazy.register_hook(seen.append)
+    if how == "retain_grad":
+        return lazy.retain_grad()
+    mode = how.removeprefix("multi, ")
+    return register_multi_grad_hook([lazy], seen.append if mode == "any" else seen.extend, mode=mode)
+
+
+HOOKS = ("register_hook", "retain_grad", "multi, all", "multi, any")
+Y = torch.zeros(10, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_a_hook_before_the_loss_sees_its_gradient(how):
+    seen = []
+    head, lazy, real = lazy_pair()
+    hook_of(seen, lazy, how)
+    assert head.events == [f"{'retain_grad' if how == 'retain_grad' else 'register_hook'} made the logits"]
+    F.cross_entropy(lazy.view(-1, V), Y).backward()
+    (expected,) = torch.autograd.grad(F.cross_entropy((leaf := real.requires_grad_()).view(-1, V), Y), leaf)
+    torch.testing.assert_close([lazy.grad] if how == "retain_grad" else seen, [expected])
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_a_hook_after_a_fused_loss_is_called_if_something_differentiates_the_logits(how, caplog):
+    """With the gradient of what does; it makes no logits, and that it is not called else is said once."""
+    _say_not_called.cache_clear()
+    for then in (lambda z: z.square().sum(), lambda z: 3 * F.cross_entropy(z.float().view(-1, V), Y + 1), None):
+        seen = []
+        head, lazy, real = lazy_pair()
+        loss = F.cross_entropy(lazy.view(-1, V), Y)
+        hook_of(seen, lazy, how)
+        assert head.events == ["fused"]
+        (loss if then is None else loss + then(lazy)).backward()
+        expected = []
+        if then is not None:
+            expected += torch.autograd.grad(then(leaf := real.requires_grad_()), leaf)
+        found = [lazy.grad] if how == "retain_grad" and then is not None else seen
+        torch.testing.assert_close(found, expected)
+        assert head.weight.grad.any()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "called only if something else differentiates the logits" in said

@@ -305,37 +305,6 @@ def test_logits_that_were_made_before_a_step_stay():
     assert torch.equal(lazy.detach(), real)
 
 
-def test_hooks_on_the_logits_run_and_those_of_fsdp_wait():
-    seen = []
-
-    def hook(grad):
-        seen.append(grad)
-        return 0 * grad
-
-    head, lazy, real = lazy_pair()
-    lazy.register_hook(hook)
-    assert head.events == ["register_hook made the logits"]
-    F.cross_entropy(lazy.view(-1, V), torch.zeros(10, dtype=torch.int64)).backward()
-    assert len(seen) == 1 and not head.weight.grad.any()
-
-    head, lazy, real = lazy_pair()
-    hook.__module__ = "torch.distributed.fsdp"
-    removed = lazy.register_hook(hook)
-    lazy.register_hook(hook)
-    removed.remove()
-    assert head.events == []
-    (lazy * lazy).sum().backward()
-    assert len(seen) == 2 and torch.allclose(seen[1], 2 * real)
-
-
-@pytest.mark.parametrize("name", ["register_hook", "retain_grad"])
-def test_after_a_fused_loss_there_is_no_gradient_to_see(name):
-    head, lazy, real = lazy_pair()
-    F.cross_entropy(lazy.view(-1, V), torch.zeros(10, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match=f"logits: {name} would see no gradient"):
-        getattr(lazy, name)(*[print] * (name == "register_hook"))
-
-
 @pytest.mark.parametrize("is_frozen", (True, False))
 def test_backward_computes_no_gradient_that_nobody_needs(monkeypatch, is_frozen):
     """Of a weight that is frozen when the head is called, or when backward runs; as autograd of real logits."""

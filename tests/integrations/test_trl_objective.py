@@ -10,6 +10,9 @@ pytest.importorskip("trl", minversion="1.16")
 
 import trl
 
+from tests.integrations.test_trl import _sft
+from vocab_parallel_ce.integrations import transformers
+
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 OBJECTIVES = [
     {"loss_type": "dapo", "entropy_coef": 0.01},
@@ -48,3 +51,20 @@ def test_ten_steps_have_trls_curve(example, options, tmp_path):
 def test_what_is_no_loss_of_each_token_is_refused(example, options, tmp_path):
     with pytest.raises(ValueError, match="expected"):
         example.trained(example.ObjectiveTrainer, str(tmp_path), **COMMON, **options)
+
+
+@pytest.mark.reference
+def test_the_report_of_transformers_says_that_a_trainer_has_trls_head(tmp_path):
+    """Of ``transformers.install()`` without ``trl.install()``."""
+    given = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "bf16": False} | COMMON
+    transformers.install()
+    trainer = _sft(given | {"max_steps": 1})
+    trainer.train()
+    made = transformers.report()
+    assert made.calls == {"fused": 0} and "fused: 0" in str(made)
+    said = "TRL gave it a head of its own, which trl.install() computes"
+    assert f"{type(trainer.model).__name__} (one model): {said}" in str(made)
+    assert transformers.audit(trainer.model) == {said: 0}
+    forward = trainer.model.forward
+    transformers.uninstall(trainer.model)
+    assert trainer.model.forward == forward

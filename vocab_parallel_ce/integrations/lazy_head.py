@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from vocab_parallel_ce.integrations import logger
 from vocab_parallel_ce.plan import saved_as_it_is, top_saved_tensor_hooks
 
 _stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -42,6 +44,16 @@ def history(nodes: list[Any]) -> set[Any]:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
     return seen
+
+
+@functools.cache
+def _say_not_called() -> None:
+    """Log, once per process, what the hooks of engines do not need, and somebody's own hook may."""
+    logger.warning(
+        "vocab_parallel_ce: a hook on the logits, or retain_grad, after the loss was fused: it is called only if "
+        "something else differentiates the logits, and sees nothing of that loss (engines such as DeepSpeed and FSDP "
+        "need no more); one before the loss sees it"
+    )
 
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
@@ -92,7 +104,7 @@ class Head:
         ``watched`` are further tensors whose change or freed memory would change the logits.
         """
         self.hidden, self.parameters, self.modes = hidden, parameters, Modes.now(hidden.device.type)
-        self.is_made = self.is_fused = False
+        self.is_made = self.is_fused = self.is_watched = False
         self.checkpoint = checkpoint_hook()
         self.lazy: list[weakref.ref[Any]] = []  # what stands for its logits
         self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters, *watched)]
@@ -110,6 +122,11 @@ class Head:
 
     def report(self, event: str) -> None:
         """Note ``"fused"``, or what made the real logits."""
+
+    def watch(self) -> None:
+        """Note that somebody waits for the logits' gradient: no later loss is fused."""
+        self.is_watched = True
+        _say_not_called()
 
     def values(self) -> Tensor:
         """Return the logits' values, and keep the graph that :meth:`gradients` differentiates, but no logits."""

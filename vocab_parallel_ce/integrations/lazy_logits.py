@@ -125,7 +125,8 @@ class LazyLogits(Tensor):
         if name in METADATA or name == "__set__":
             return _direct(func, args, kwargs)
         if name in ("register_hook", "retain_grad"):
-            self._check_watched(name, args[1:])
+            # The loss uses the logits if somebody waits for their gradient; one that was fused before did not.
+            self._head.watch() if self._head.is_fused else self._read(name)
             return _direct(func, args, kwargs)
         # What writes must have its place in the history of these logits.
         if name in IN_PLACE or (name[-1] == "_" != name[-2:-1] and isinstance(func, METHODS)):
@@ -143,17 +144,6 @@ class LazyLogits(Tensor):
         if hides_gradient and name != "clone":
             return NotImplemented
         return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _record(func, name, args, kwargs)
-
-    def _check_watched(self, name: str, hooks: Any) -> None:
-        """Let the loss use the logits if somebody waits for their gradient; FSDP waits for a backward only."""
-        if hooks and getattr(hooks[0], "__module__", "").startswith("torch.distributed."):
-            return
-        if self._head.is_fused and not self._head.is_made:
-            raise RuntimeError(
-                f"logits: {name} would see no gradient, because the loss was fused and did not use them; call it "
-                "before the loss, or uninstall the lazy logits for this call"
-            )
-        self._read(name)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -379,7 +369,7 @@ def _cross_entropy(
     head, recorded = logits._head, logits._recorded
     plain = weight is None and size_average is None and reduce is None and reduction in REDUCTIONS
     labels = target.dtype == torch.int64 and target.device == logits.device and target.shape == logits.shape[:1]
-    if not plain or not labels or logits.dim() != 2:
+    if not plain or not labels or logits.dim() != 2 or head.is_watched:
         return NotImplemented
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     options |= {"logit_scale": recorded.logit_scale, "softcap": recorded.softcap}

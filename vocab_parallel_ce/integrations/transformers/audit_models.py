@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.integrations.transformers.heads import calls
-from vocab_parallel_ce.integrations.transformers.patch import calls_inside, install, uninstall
+from vocab_parallel_ce.integrations.transformers.patch import calls_inside, install, uninstall, why_not_reached
 from vocab_parallel_ce.integrations.transformers.targets import owner_of
 
 TOLERANCE = 1e-4  # of fp32 gradients through a whole model, relative to the largest
@@ -33,7 +33,8 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
         mechanism: as in :func:`install`; for ``target=None``.
 
     Returns:
-        JSON: for a model ``{"fused": calls, reason: calls}``; else ``{class: {"verdict": ..., "reason": ...}}``, where
+        JSON: for a model ``{"fused": calls, reason: calls}``, with 0 calls for the reason why calls do not come to the
+        installed forward; else ``{class: {"verdict": ..., "reason": ...}}``, where
         the verdict is "fused", "falls back" (right, with its logits), "declined" (by the rewriting), "failed", or
         "cannot be built" (without this project; "rewritten, not run" if that can be done all the same).
     """
@@ -41,9 +42,9 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
         owner = owner_of(target)
         is_class = isinstance(owner, type)
         calls_here = Counter[str]() if is_class else calls_inside(owner)
-        return dict(
-            sum((calls.get(cls, Counter()) for cls in (owner if is_class else type(owner)).__mro__), calls_here)
-        )
+        mro = (owner if is_class else type(owner)).__mro__
+        reason = None if is_class else why_not_reached(owner)
+        return dict(sum((calls.get(cls, Counter()) for cls in mro), calls_here)) | ({reason: 0} if reason else {})
     from vocab_parallel_ce.integrations.transformers.tiny import class_names
 
     return {name: audit_class(name, mechanism) for name in class_names()}

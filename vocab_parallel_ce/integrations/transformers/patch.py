@@ -27,13 +27,20 @@ from vocab_parallel_ce.integrations.transformers.heads import (
 )
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.integrations.transformers.targets import (
+    DISPATCHED,
     has_other_forward,
     head_of,
     imported_classes,
+    is_installed,
     is_language_model,
+    labels_taker,
+    live_models,
     name_of,
+    not_reached,
     owner_of,
     path_of,
+    put_back,
+    slot_of,
 )
 from vocab_parallel_ce.options import check_settings
 
@@ -91,18 +98,25 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
     warn_if_newer("transformers")
     if target is None:
         _check_same(mechanism, options)
-        for cls in imported_classes():
+        classes = imported_classes()
+        _install_bound(classes, mechanism, options)
+        for cls in classes:
             _install_class(cls, mechanism, options)
         if imported_later:
             _install_when_built(mechanism, options)
     else:
         owner = owner_of(target)
         is_headless = isinstance(owner, type) and not is_language_model(owner)
+        if isinstance(owner, type):
+            _install_bound([owner], mechanism, options)
         reason = NO_LANGUAGE_MODEL if is_headless else _install(owner, mechanism, options)
         if reason is not None:
             raise ValueError(f"{name_of(owner)}: {reason}")
     made = report()
     log_installed("transformers", made.rebound, made.left)
+    for what, why in made.left.items():
+        if what.endswith(" (one model)"):
+            logger.warning("vocab_parallel_ce: %s: %s", what, why)
     return made
 
 
@@ -117,6 +131,12 @@ def _check_same(mechanism: str, options: dict[str, Any]) -> None:
 def report() -> Report:
     """Return which forwards are replaced now, which are left and why, and what became of all calls so far."""
     rebound, left = set(), {path_of(cls): reason for cls, reason in _left.items()}
+    owners = [owner for owner in (each.owner() for each in _replaced if each.name != "__init__") if owner is not None]
+    classes = [owner for owner in owners if isinstance(owner, type)]
+    for model in [each for each in owners if not isinstance(each, type)] + (live_models(classes) if classes else []):
+        reason = not_reached(model)
+        if reason is not None:
+            left[f"{name_of(model)} (one model)"] = reason
     for replaced in _replaced:
         owner, reason = replaced.owner(), _reason(replaced.after)
         if replaced.name == "__init__":
@@ -127,7 +147,14 @@ def report() -> Report:
             rebound.add(f"{path_of(owner)}.forward")
     if rebound:
         left["calls without labels"] = "they have no loss to fuse"
-    return Report("transformers", tuple(sorted(rebound)), left, dict(sum([*calls.values()], Counter[str]())))
+    counted = dict(sum([*calls.values()], Counter[str]()))
+    return Report("transformers", tuple(sorted(rebound)), left, {"fused": 0} | counted if rebound else counted)
+
+
+def why_not_reached(model: Any) -> str | None:
+    """Return why calls of a model that was installed, or whose class was, do not come to its forward, or None."""
+    is_target = is_installed(type(model).forward) or any(each.owner() is model for each in _replaced)
+    return not_reached(model) if is_target else None
 
 
 def uninstall(target: Any = None) -> dict[str, str]:
@@ -144,8 +171,9 @@ def uninstall(target: Any = None) -> dict[str, str]:
         _replaced.remove(replaced)
         if its_owner is not None:
             verdicts[name_of(its_owner)] = _restore(its_owner, replaced)
-    if owner is not None and not verdicts and hasattr(vars(owner).get("forward"), "vocab_parallel_ce"):
-        del owner.forward  # a copy of an installed model
+    forward = None if owner is None or verdicts else vars(owner).get(slot_of(owner))
+    if is_installed(forward) and getattr(forward, "__func__", None) is not getattr(type(owner), "forward", None):
+        put_back(owner, slot_of(owner), None)  # of a copy of an installed model
         verdicts[name_of(owner)] = "restored"
     if owner is not None and not verdicts and hasattr(getattr(owner, "forward", None), "vocab_parallel_ce"):
         verdicts[name_of(owner)] = "left alone: its class is installed; uninstall() the class, or everything"
@@ -155,19 +183,17 @@ def uninstall(target: Any = None) -> dict[str, str]:
 def _restore(owner: Any, replaced: Replaced) -> str:
     if isinstance(owner, type):
         calls.pop(owner, None)  # they are of models that compiled the class's forward
-    current = vars(owner).get(replaced.name)
+    name = replaced.name if isinstance(owner, type) else slot_of(owner)  # accelerate may have come or gone since
+    current = vars(owner).get(name)
     if getattr(current, "__func__", current) is not replaced.after:
         return "left alone: something else has replaced it since"
-    if replaced.before is None:
-        delattr(owner, replaced.name)
-    else:
-        setattr(owner, replaced.name, replaced.before)
+    put_back(owner, name, replaced.before)
     return "restored"
 
 
 def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: Any) -> Callable[..., Any]:
     """Return a forward that runs ``original`` with a lazy head, if labels are given."""
-    labels_of, note_compiled = _labels_of(original), _noting_compiled(owner)
+    labels_of, note_compiled = labels_taker(original), _noting_compiled(owner)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +222,7 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: A
 
 def _rewritten(original: Callable[..., Any], options: dict[str, Any], owner: Any) -> Callable[..., Any]:
     """Return the rewritten forward, which calls without labels are noted of."""
-    labels_of, note_compiled = _labels_of(original), _noting_compiled(owner)
+    labels_of, note_compiled = labels_taker(original), _noting_compiled(owner)
     rewritten = rewritten_forward(original, options)
 
     @functools.wraps(rewritten)
@@ -229,7 +255,7 @@ def _without_items(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _unfused(original: Callable[..., Any], reason: str, owner: Any) -> Callable[..., Any]:
     """Return a forward that runs ``original``, and counts its calls with labels."""
-    labels_of, note_compiled = _labels_of(original), _noting_compiled(owner)
+    labels_of, note_compiled = labels_taker(original), _noting_compiled(owner)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,17 +305,6 @@ def _note_without_labels(model: Any) -> None:
         note_unfused(model, WITHOUT_LABELS)
 
 
-def _labels_of(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Return a function that takes the labels out of the arguments of a forward without ``self``."""
-    position = list(inspect.signature(original).parameters).index("labels") - 1
-
-    def labels_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        labels = kwargs.get("labels")
-        return args[position] if labels is None and position < len(args) else labels
-
-    return labels_of
-
-
 def _noting_compiled(owner: Any) -> Callable[[str], None]:
     """Return what notes, once per compilation, that a forward was compiled. It is no part of the graph."""
     reference = weakref.ref(owner)
@@ -307,7 +322,8 @@ def _noting_compiled(owner: Any) -> Callable[[str], None]:
 def _install(owner: Any, mechanism: str, options: dict[str, Any], counts: bool = False) -> str | None:
     """Replace the forward of a class or a model; return why not, or None. ``counts``: one that counts calls, then."""
     cls: Any = owner if isinstance(owner, type) else type(owner)
-    current = vars(owner).get("forward") if owner is not cls else None
+    name = slot_of(owner)
+    current = vars(owner).get(name) if owner is not cls else None
     if current is None or getattr(current, "__func__", None) is cls.forward:  # or what a pickled model has
         current = cls.forward
     if getattr(current, "vocab_parallel_ce", None) == (mechanism, options):
@@ -328,10 +344,17 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any], counts: bool =
             return reason
         forward = _unfused(original, reason, owner)
     forward.vocab_parallel_ce, forward.reason = (mechanism, options), reason  # type: ignore[attr-defined]
-    before = vars(owner).get("forward") if owner is cls else None
-    _replaced.append(Replaced(weakref.ref(owner), "forward", before, forward))
-    owner.forward = forward if owner is cls else forward.__get__(owner)
+    before = vars(owner).get(name) if owner is cls or name == DISPATCHED else None
+    _replaced.append(Replaced(weakref.ref(owner), name, before, forward))
+    setattr(owner, name, forward if owner is cls else forward.__get__(owner))
     return reason
+
+
+def _install_bound(classes: list[type], mechanism: str, options: dict[str, Any]) -> None:
+    """Replace what models have bound of their classes' forwards, before these change: accelerate does that."""
+    for model in live_models(classes):
+        if getattr(vars(model).get(slot_of(model)), "__func__", None) is type(model).forward:
+            _install(model, mechanism, options, counts=True)
 
 
 def _reason(forward: Any) -> str | None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+
+# Where wrappers that have the attributes of a model hold it: a compiler's, FSDP1's, Fabric's.
+HOLDERS = ("_orig_mod", "_fsdp_wrapped_module", "_original_module")
+DISPATCHED = "_old_forward"  # where accelerate puts the forward of a model that it gives one of its own
+INSTALLED = "vocab_parallel_ce.integrations.transformers.patch"
 
 
 def imported_classes() -> list[type]:
@@ -58,20 +65,84 @@ def head_of(model: Any) -> Any:
 
 
 def owner_of(target: Any) -> Any:
-    """Return the class, or the model inside PEFT's, DDP's or a compiler's wrapper."""
+    """Return the class, or the model inside the wrapper of PEFT, DDP, FSDP1, Fabric, DeepSpeed or a compiler."""
     inner = target
     while isinstance(inner, nn.Module):
         target, modules = inner, inner._modules
-        if hasattr(target, "get_base_model"):
+        held = next((modules[name] for name in HOLDERS if name in modules), None)
+        if held is not None:
+            inner = held
+        elif hasattr(target, "get_base_model"):
             inner = target.get_base_model()
         else:
-            inner = modules.get(
-                "_orig_mod", None if hasattr(target, "get_output_embeddings") else modules.get("module")
-            )
+            inner = None if hasattr(target, "get_output_embeddings") else modules.get("module")
     is_model = isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module))
     if not is_model or not hasattr(target, "get_output_embeddings"):
         raise TypeError(f"target: expected a model of transformers, its class, or None, got {target!r:.80}")
     return target
+
+
+def slot_of(owner: Any) -> str:
+    """Return the attribute with the forward of a class or a model: what accelerate has dispatched calls another."""
+    return DISPATCHED if DISPATCHED in vars(owner) else "forward"
+
+
+def maker_of(forward: Any) -> str:
+    """Return the module whose code runs: ``functools.wraps`` copies every name and attribute but this."""
+    while hasattr(forward, "__func__") or isinstance(forward, functools.partial):
+        forward = forward.func if isinstance(forward, functools.partial) else forward.__func__
+    return str(getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__))
+
+
+def not_reached(model: Any) -> str | None:
+    """Return why calls of a model with a forward of its own do not come to an installed one, or None."""
+    forward = vars(model).get(slot_of(model))
+    if forward is None:
+        return None
+    maker = maker_of(vars(model)["forward"])
+    if maker.partition(".")[0] == "trl":  # which asks functools.wraps for a signature, and calls nothing of it
+        return "TRL gave it a head of its own, which trl.install() computes"
+    if is_installed(inspect.unwrap(forward, stop=is_installed)):
+        return None
+    return f"its forward, by {maker}, is from before install(): make it after"
+
+
+def is_installed(forward: Any) -> bool:
+    """Return whether a function or method was made by ``install()``."""
+    return maker_of(forward) == INSTALLED
+
+
+def live_models(classes: Iterable[type]) -> list[Any]:
+    """Return the models of some classes, or of classes made from them, that have a forward of their own."""
+    bases, known, found = tuple(classes), dict[type, bool](), []
+    for each in gc.get_objects():
+        cls = type(each)
+        if cls not in known:
+            known[cls] = issubclass(cls, bases)
+        if known[cls] and "forward" in vars(each):
+            found.append(each)
+    return found
+
+
+def put_back(owner: Any, name: str, before: Any) -> None:
+    """Give an attribute with a forward its value of before, None if it was inherited."""
+    if before is None and name == DISPATCHED:
+        before = type(owner).forward.__get__(owner)
+    if before is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+def labels_taker(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return a function that takes the labels out of the arguments of a forward without ``self``."""
+    position = list(inspect.signature(original).parameters).index("labels") - 1
+
+    def labels_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        labels = kwargs.get("labels")
+        return args[position] if labels is None and position < len(args) else labels
+
+    return labels_of
 
 
 def path_of(owner: Any) -> str:
