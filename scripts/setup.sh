@@ -64,7 +64,8 @@ vpce_install() {
             -c "$vpce_root/scripts/constraints.txt" -e "${vpce_root}[$extras]" || return 1
     [[ $vpce_for == demo ]] ||
         vpce_pip install -q --no-deps "torchtitan==0.3.*; python_version >= '3.11'" \
-            "spmd_types==0.2.*; python_version >= '3.11'" "deepspeed==0.19.*" einops hjson msgpack ninja py-cpuinfo docstring_parser "tyro==1.*" typeguard
+            "deepspeed==0.19.*; platform_system == 'Linux'" einops hjson msgpack ninja py-cpuinfo \
+            "spmd_types==0.2.*; python_version >= '3.11'" docstring_parser "tyro==1.*" typeguard
 }
 
 # vpce_setup_locked PYTHON, with the folder of the environment as descriptor 9
