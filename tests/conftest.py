@@ -33,6 +33,7 @@ UNAVAILABLE = unavailable_lanes(HOST)
 LEDGER = LaneLedger()
 TESTS = Path(__file__).parent
 OPTIONAL = ("transformers", "accelerate", "peft", "trl", "megatron", "lightning", "torchtitan", "tokenizers", "tqdm")
+UNREAD_LABELS = ("conformance", "ranks", "test_launches.py", "test_one_pass.py", "test_random_calls.py")
 MARKERS = {
     "no_poison": "allocations of the package keep their contents",
     "quick(n=1)": "a short run that touches everything once; n cases of this test in each lane",
@@ -180,3 +181,10 @@ def _is_full_run(config: pytest.Config) -> bool:
 def unread_labels(monkeypatch):
     """Let ``check_labels="auto"`` look at nothing, as on a GPU: what kernels make of a wrong label stays tested."""
     monkeypatch.setattr(checks, "looks_at", lambda values, check_labels: check_labels is True)
+
+
+@pytest.fixture(autouse=True)
+def _unread_labels_where_all_devices_are_alike(request):
+    """The same in tests whose cases run on a GPU too; processes of ranks do it themselves."""
+    if request.path.relative_to(TESTS).parts[0] in UNREAD_LABELS:
+        request.getfixturevalue("unread_labels")
