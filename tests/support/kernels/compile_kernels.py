@@ -1,9 +1,12 @@
 """Compile every kernel for a GPU that need not be there, and report its machine code as JSON.
 
     python -m tests.support.kernels.compile_kernels cuda:90 [all-variants]
+    python -m tests.support.kernels.compile_kernels --compare BEFORE AFTER
 
 Needs a process of its own without ``TRITON_INTERPRET``, which replaces the compiler. Prints one JSON list
 with one entry per variant: a representative set, or with ``all-variants`` every kind of call for every dtype.
+The second command says which variants of two such files of one Triton have other registers or spills, or over 1 % more
+instructions.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from vocab_parallel_ce.blocks import THREADS_PER_WARP
 
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
+SIZES = ("registers", "stack_bytes", "local_bytes", "instructions")
 
 
 def source_of(variant: Variant) -> ASTSource:
@@ -107,15 +111,20 @@ def loaded_by_a_thread(ttgir: str) -> list[tuple[str, str]]:
 
 
 def resource_usage(cubin: bytes) -> dict:
-    """Registers, and bytes of stack and of local memory (spills), of the one kernel in ``cubin``."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """Registers, instructions, and bytes of stack and of local memory (spills), of the one kernel in ``cubin``."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    fields = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", printed))
-    return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"]), "local_bytes": int(fields["LOCAL"])}
+        commands = ([tools / "cuobjdump", "--dump-resource-usage", file.name], [tools / "nvdisasm", file.name])
+        usage, code = [subprocess.run(each, check=True, capture_output=True, text=True).stdout for each in commands]
+    fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": fields["REG"],
+        "stack_bytes": fields["STACK"],
+        "local_bytes": fields["LOCAL"],
+        "instructions": len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", code, flags=re.MULTILINE)),
+    }
 
 
 def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]], index: int) -> dict:
@@ -123,7 +132,23 @@ def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]
     return report(target, next(islice(chosen(target), index, None)))
 
 
+def compare(before: str, after: str) -> None:
+    """Print what a change did to machine code; exit with 1 if a variant of both lists is larger."""
+    was, now = ({entry["kernel"]: entry for entry in json.loads(Path(file).read_text())} for file in (before, after))
+    print(f"gone: {sorted(was.keys() - now.keys())}\nnew: {sorted(now.keys() - was.keys())}")
+    grown = 0
+    for name in sorted(was.keys() & now.keys()):
+        sizes = [[entry[field] for field in SIZES] for entry in (was[name], now[name])]
+        if sizes[0][:-1] != sizes[1][:-1] or sizes[1][-1] > 1.01 * sizes[0][-1]:
+            grown += 1
+            print(f"{name}: {', '.join(SIZES)} {sizes[0]} -> {sizes[1]}")
+    print(f"{grown} of {len(was.keys() & now.keys())} variants differ")
+    sys.exit(grown > 0)
+
+
 def main() -> None:
+    if sys.argv[1] == "--compare":
+        compare(*sys.argv[2:])
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
     backend, arch = sys.argv[1].split(":")
     target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
