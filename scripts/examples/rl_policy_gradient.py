@@ -50,7 +50,7 @@ def log_probs_and_entropy(hidden: Tensor, head: Tensor, actions: Tensor, group: 
 
 def policy_loss(found: Any, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
     """Return PPO's clipped loss with an entropy bonus."""
-    ratio = (found.log_probs - old_log_probs).exp()
+    ratio = (found.log_probs - old_log_probs).clamp(max=20).exp()
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return -(clipped + 0.001 * found.entropy).mean()
 

@@ -110,6 +110,7 @@ def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama,
     with pytest.raises(ValueError, match="Gemma2ForCausalLM: something else has replaced its forward"):
         install(Gemma2ForCausalLM)
     caplog.clear()
+    gc.collect()  # models of other tests
     made = install()
     ((path, reason),) = [each for each in made.left.items() if "Gemma2ForCausalLM" in each[0]]
     assert "something else" in reason and f"{LLAMA}.forward" in made.rebound and f"{path}.forward" not in made.rebound

@@ -12,6 +12,7 @@ import trl
 
 from tests.integrations.test_trl import _sft
 from vocab_parallel_ce.integrations import transformers
+from vocab_parallel_ce.integrations.transformers import heads
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 OBJECTIVES = [
@@ -57,6 +58,7 @@ def test_what_is_no_loss_of_each_token_is_refused(example, options, tmp_path):
 def test_the_report_of_transformers_says_that_a_trainer_has_trls_head(tmp_path):
     """Of ``transformers.install()`` without ``trl.install()``."""
     given = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "bf16": False} | COMMON
+    heads.calls.clear()  # of models of other tests
     transformers.install()
     trainer = _sft(given | {"max_steps": 1})
     trainer.train()

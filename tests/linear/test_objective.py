@@ -111,7 +111,7 @@ def test_divisors_and_bounds_of_valid_tokens(impl_device):
         (None, {"check_objective": True, "chunk_size": 4}),
     ):
         case.assert_as_in_two_steps(divisor, own)
-    loss, found = case.loss(valid_tokens=n_valid - 1)
+    loss, found = case.loss(valid_tokens=n_valid - 1, check_labels=False)
     assert loss.isnan() and found.log_probs.isnan().any()
     assert all(gradient.isnan().any() for gradient in torch.autograd.grad(loss, case.leaves))
     loss, _ = case.loss(num_items=0)
@@ -249,8 +249,7 @@ def test_a_checkpoint_runs_its_forward_once_in_forward(impl_device, is_reentrant
     def region(hidden, weight):
         calls.append("region")
         own = {"bias": case.bias, "impl": case.impl, "tokens": case.tokens, "outputs": ("entropy",), "chunk_size": 2}
-        own["check_objective"] = False
-        return linear_objective(hidden * 1, weight, case.labels, counted, **own)[0]
+        return linear_objective(hidden * 1, weight, case.labels, counted, check_objective=False, **own)[0]
 
     expected = case.gradients(chunk_size=2)
     loss = checkpoint(region, case.hidden, case.weight, use_reentrant=is_reentrant)

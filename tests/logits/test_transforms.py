@@ -131,7 +131,7 @@ def _with_optional(hidden, labels, impl):
         ),
         "log-probs": (
             lambda **given: vp.token_log_probs(logits, labels, impl=impl, **given),
-            {"temperature": ones, "threshold": ones},
+            {"temperature": ones, "threshold": ones - 100},
         ),
         "step": (
             lambda **given: vp.cross_entropy_backward(logits.clone(), **given),

@@ -57,6 +57,7 @@ def test_pytorchs_and_trls_numbers():
         torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.usefixtures("unread_labels")
 @pytest.mark.interpreted(3)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_edge_rows(impl_device, divergence):

@@ -245,11 +245,10 @@ def _add_chunk(
                 of_part = [None if each is None else cut(each, part.rows) for each in grads]
                 part_grads = GradOutputs._make(of_part)
             gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
-            targets = part.targets
             if linear.objective is not None:
-                targets = linear.objective.counted(targets, plan.options.ignore_index)
-            plan.launchers.gradient(part.logits, targets, part.stats, divisor, part_grads, gradient)
-        del part, targets
+                part = part._replace(targets=linear.objective.counted(part.targets, plan.options.ignore_index))
+            plan.launchers.gradient(part.logits, part.targets, part.stats, divisor, part_grads, gradient)
+        del part
     products.add_gradients(rows, states, d_logits)
 
 

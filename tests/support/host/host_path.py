@@ -67,7 +67,7 @@ def calls() -> dict[str, Callable[[], object]]:
         torch.autograd.backward((found.log_probs, found.entropy), (ones, ones))
 
     def divergence(teacher: Any, **options: Any) -> Callable[[], None]:
-        return lambda: vp.distillation_loss(leaf * 1, teacher, impl="triton", **options).backward()
+        return lambda: vp.distillation_loss(leaf * 1, teacher, **own, **options).backward()
 
     def forward() -> None:
         with torch.no_grad():
