@@ -37,7 +37,7 @@ def test_logits_targets_and_the_gradient_of_the_loss(impl_device, gradient):
     factors, weight, ones = drawn(TOKENS, seed=1), drawn(COLUMNS, seed=2).abs(), torch.ones(TOKENS)
     truth, peer = (reference(logits, labels, factors, weight, ones, dtype) for dtype in (torch.float64, torch.float32))
     for bits in range(4):
-        leaf = logits.to(device).requires_grad_()
+        leaf = logits.detach().to(device).requires_grad_()
         given = negative(leaf) if bits & 1 or bits == 0 else leaf * 1
         before = given.detach().clone()
         as_passed = negative if bits & 2 or bits == 0 else torch.clone
