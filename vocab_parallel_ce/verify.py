@@ -84,7 +84,7 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
     what is compared: nothing in backward.
 
     Collectives: two all_gathers per call, of less than 4 KiB per rank, of pickled objects. Two more with the labels if
-    they differ. None for one rank.
+    they differ, and two more of an objective's loss or error. None for one rank.
 
     Example:
         >>> from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
@@ -227,6 +227,13 @@ def _compare_unsharded(by_rank: Sequence[dict[str, str]]) -> None:
 
 def _presence(tensor: Tensor | None) -> str:
     return "None" if tensor is None else "a tensor"
+
+
+def compare_results(name: str, result: Tensor, errors: Sequence[Exception]) -> None:
+    """Raise the same error on every rank if one has ``errors``, or if ``result`` does not have the same bits on all."""
+    call = [call for call in open_calls if call.thread == get_ident()][-1]
+    others = {"error": (type(errors[0]).__name__, str(errors[0]))} if errors else {}
+    call.exchange({name: result.detach()}, **others)
 
 
 def compare_arguments(name: str, **arguments: Any) -> None:

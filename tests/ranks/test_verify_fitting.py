@@ -100,7 +100,7 @@ def _beside_a_head(rank, group):
 
 @verify_calls()
 def _objectives(rank, group):
-    """Errors of numbers that differ, of their names, of functions, and of none."""
+    """Errors of numbers that differ, of their names, of functions, of closures, of one rank's function, and of none."""
     a, numbers = Arguments(rank, group), torch.ones(2, 3)
 
     def one(log_probs, **numbers):
@@ -109,20 +109,30 @@ def _objectives(rank, group):
     def other(log_probs, **numbers):
         return -log_probs
 
+    def closure(log_probs, **numbers):
+        return (1 + rank) * log_probs
+
+    def failing(log_probs, **numbers):
+        if rank:
+            raise KeyError("none")
+        return log_probs
+
     def error(function, **tokens):
         own = {name: number.to(a.hidden.device) for name, number in tokens.items()}
         return error_of(lambda: linear_objective(a.hidden, a.weight, a.labels, function, tokens=own, group=group))
 
-    named = {"b": numbers} if rank else {"a": numbers}
-    return error(one, a=numbers + rank), error(one, **named), error(other if rank else one), error(one, a=numbers)
+    named, functions = {"b": numbers} if rank else {"a": numbers}, (other if rank else one, closure, failing)
+    return error(one, a=numbers + rank), error(one, **named), *map(error, functions), error(one, a=numbers)
 
 
 @in_ranks((2,), (), (2,))
 def test_objectives_and_their_numbers_are_compared(rank_pool, impl):
-    for numbers, names, functions, none in rank_pool.run(_objectives):
+    for numbers, names, functions, closures, failed, none in rank_pool.run(_objectives):
         assert numbers.startswith("ValueError: tokens['a']: rank 1 of 2 has shape (2, 3), norm 4")
         assert names.startswith("ValueError: tokens['a']: rank 1 of 2 has None, rank 0 has shape (2, 3)")
         assert functions.startswith("ValueError: objective: rank 1 of 2 has _objectives.<locals>.other")
+        assert closures.startswith("ValueError: objective's loss: rank 1 of 2 has shape (), norm ")
+        assert failed == "RuntimeError: rank 1 of 2: KeyError: 'none'"
         assert none is None
 
 

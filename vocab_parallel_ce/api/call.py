@@ -235,10 +235,15 @@ def over_objective(
     linear, local, targets = plan_linear_call(loss, arguments, settings, head)
     if linear.head.needs_gradient:
         total, *outputs = OverHead.apply(*local, targets, linear)
-        return total, TokenOutputs(*outputs)
-    with torch.no_grad(), without_autocast(local.hidden.device):
-        found, *_ = loops.forward(linear, local, targets)
-        return loops.total_of(linear), found
+        found = TokenOutputs(*outputs)
+    else:
+        with torch.no_grad(), without_autocast(local.hidden.device):
+            found, *_ = loops.forward(linear, local, targets)
+            total = loops.total_of(linear)
+    assert linear.objective is not None
+    if linear.objective.errors is not None:
+        verify.compare_results("objective's loss", total, linear.objective.errors)
+    return total, found
 
 
 def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:

@@ -10,12 +10,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.options import Settings
@@ -88,19 +89,32 @@ class RowObjective(NamedTuple):
     losses: Tensor  # [M]: filled by `fill` and `fill_and_differentiate`; 0 for ignored rows
     may_be_of_none: bool  # whether ``num_items`` may be 0
     code: Any  # of a function to check; None: it is not
+    errors: list[Exception] | None  # under verification: raised later, since the other ranks go on
 
     def fill(self, rows: slice, outputs: TokenOutputs) -> None:
         """Fill the losses of ``rows`` from their outputs."""
-        self.losses[rows] = self._values(rows, _named(outputs))
+        try:
+            self.losses[rows] = self._values(rows, _named(outputs))
+        except Exception as error:
+            self._defer(error)
 
     def fill_and_differentiate(self, rows: slice, outputs: TokenOutputs) -> GradOutputs:
         """Do the same, and return the derivatives of :meth:`total` by the outputs."""
         factor = self.factor.expand(rows.stop - rows.start)
-        values, grads = self._differentiated(rows, outputs, factor)
-        if self.code is not None and self.code not in _checked:
-            self._check(rows, outputs)
-        self.losses[rows] = values
+        try:
+            values, grads = self._differentiated(rows, outputs, factor)
+            if self.code is not None and self.code not in _checked:
+                self._check(rows, outputs)
+            self.losses[rows] = values
+        except Exception as error:
+            self._defer(error)
+            grads = {name: torch.zeros_like(each) for name, each in _named(outputs).items() if each.is_floating_point()}
         return GradOutputs(loss=grads.pop("log_probs"), **grads)
+
+    def _defer(self, error: Exception) -> None:
+        if self.errors is None:
+            raise error
+        self.errors.append(error)
 
     def total(self) -> Tensor:
         """Return the reduced loss ``[]``."""
@@ -173,7 +187,8 @@ class RowObjective(NamedTuple):
                 raise
             raise ValueError(f"{MIXES}. Numbers of all tokens must be in tokens=") from error
         if n_valid > 1:
-            _checked.add(self.code)
+            with suppress(TypeError):  # what takes no weak references is checked again
+                _checked.add(self.code)
 
     def _check_each_changed(self, outputs: TokenOutputs) -> None:
         """Raise unless a row has the same number and derivative if every second row gets far log-probabilities.
@@ -219,14 +234,15 @@ class RowObjective(NamedTuple):
 
 
 def code_of(function: Any) -> Any:
-    """Return what stands for a function among those that are checked: its code, or its type."""
+    """Return what stands for a function among those that are checked: its code, or itself, as of torch.neg."""
     while isinstance(function, functools.partial):
         function = function.func
+    itself = function
     if isinstance(function, torch.nn.Module):
         function = function.forward
     elif not hasattr(function, "__code__") and not inspect.ismethod(function):
         function = type(function).__call__
-    return getattr(inspect.unwrap(function), "__code__", type(function))
+    return getattr(inspect.unwrap(function), "__code__", itself)
 
 
 def is_capturing(hidden: Tensor) -> bool:
@@ -271,7 +287,8 @@ def rows_of(
         is_valid = is_valid & (divisor != 0)
     losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
     code = code_of(objective.function) if objective.is_checked and not is_capturing(hidden) else None
-    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, code)
+    errors: list[Exception] | None = [] if verify.open_calls else None
+    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, code, errors)
 
 
 def _named(outputs: TokenOutputs) -> dict[str, Tensor]:

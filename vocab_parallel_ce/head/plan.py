@@ -295,8 +295,9 @@ def _compare(
     options = comparable(settings, arguments.num_items) | head._asdict()
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": planned.dtype}
     if arguments.objective is not None:
-        function, tokens, reduction, num_items, _ = arguments.objective
+        function, tokens, reduction, num_items, is_checked = arguments.objective
         options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
+        options["check_objective"] = is_checked
         options["objective"] = getattr(function, "__qualname__", type(function).__name__)
         options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in tokens.items()}
     options["expected_grad_output"] = None if expected is None else verify.shown(expected.by_token)
