@@ -106,14 +106,15 @@ class ObjectiveTrainer(trl.GRPOTrainer):
             old: Tensor | None = None,
             reference: Tensor | None = None,
         ) -> Tensor:
-            ratio = (log_probs - (log_probs.detach() if old is None else old)).exp()
+            # A far token's exponential would make the whole gradient infinite.
+            ratio = (log_probs - (log_probs.detach() if old is None else old)).clamp(max=20).exp()
             if self.loss_type == "cispo":
                 loss = -ratio.clamp(max=self.epsilon_high).detach() * advantage * log_probs
             else:
                 clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
                 loss = -torch.minimum(ratio * advantage, clipped * advantage)
             if reference is not None:
-                difference = reference - log_probs
+                difference = (reference - log_probs).clamp(max=20)
                 k3 = difference.exp() - difference - 1
                 loss = loss + self.beta * (k3 * ratio if self.args.use_bias_correction_kl else k3)
             return share * loss - bonus * entropy

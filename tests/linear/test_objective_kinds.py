@@ -1,11 +1,13 @@
 """Objectives that a first call refuses, tensors that they keep or write to, and dtypes that would round gradients."""
 
 import functools
+import inspect
 import itertools
 
 import pytest
 import torch
 
+from tests.docs.markdown import ROOT, python_blocks
 from tests.linear.test_objective import Objectives
 from tests.support.cases.objectives import ppo
 from vocab_parallel_ce import linear_cross_entropy, linear_objective
@@ -159,3 +161,20 @@ def test_fp16_leaves_wait_for_the_loss_scale(impl_device, dtypes, autocast):
     expected = torch.nn.functional.cross_entropy(exact @ own.t(), case.labels, reduction="sum")
     (expected,) = torch.autograd.grad(expected / 1e7 * scale, exact)
     torch.testing.assert_close(small.float(), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
+
+
+@pytest.mark.reference
+def test_the_pages_algorithms_survive_far_log_probabilities():
+    """An exponential of more than 88 is infinite in fp32, and a clamp after it gives 0 * inf."""
+    names: dict[str, object] = {}
+    for block in python_blocks((ROOT / "docs" / "objective.md").read_text(encoding="utf-8"))[:4]:
+        exec(block, names)
+    for name in ("ppo", "grpo", "dapo", "cispo"):
+        for far in (-300.0, 300.0):
+            log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+            old = log_probs.detach() + torch.tensor([0.0, far, 0.1])
+            given = {"advantage": torch.tensor([1.0, -1.0, 2.0]), "old": old, "reference": old}
+            taken = inspect.signature(names[name]).parameters
+            values = names[name](log_probs, **{k: v for k, v in given.items() if k in taken})
+            (gradient,) = torch.autograd.grad(values.sum(), log_probs)
+            assert values.isfinite().all() and gradient.isfinite().all(), (name, far)
