@@ -26,6 +26,8 @@ from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs
 in_two_ranks = in_ranks((2,), (), (2,))
 STEPS = 3
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# DeepSpeed's globals, which another test of these ranks may have left.
+OF_TENSOR_PARALLELISM = ("mpu", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
 PARTITIONED = "DeepSpeed ZeRO-3 has partitioned the head"
 ZERO = {f"ZeRO-{stage}": stage for stage in range(4)}
 SHARDED = {f"FSDP1, {name}": getattr(ShardingStrategy, name) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")}
@@ -45,6 +47,9 @@ def _whole(model):
 def _deepspeed(model, name, dtype, device):
     engines = real_module("deepspeed")
     real_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
+    groups = real_module("deepspeed.utils.groups")
+    for name_of_group in OF_TENSOR_PARALLELISM:
+        setattr(groups, name_of_group, None)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": RATE}},
