@@ -342,8 +342,8 @@ def check_some_kept(threshold: Tensor, row_max: Tensor) -> None:
     above = threshold[(row_max == -math.inf) & (threshold > -math.inf)]
     if len(above):
         raise ValueError(
-            f"threshold: must be at most the largest logit of each row, got {len(above)} above all of its row, the "
-            f"first {float(above[0]):.7g}; find it by sampling_threshold, or give these tokens the label ignore_index"
+            f"threshold: must leave a logit above -inf in each row, got {len(above)} that leave none, the first "
+            f"{float(above[0]):.7g}; find it by sampling_threshold, or give these tokens the label ignore_index"
         )
 
 

@@ -126,8 +126,7 @@ def schema_of(record: Any) -> str:
 
 
 def values_of(settings: Settings) -> tuple[Any, ...]:
-    """Return the fields of checked settings: a shard of the vocabulary is three numbers, its size
-    is one; "auto" is None."""
+    """Return the fields of checked settings: a shard of the vocabulary is three numbers, a size one, "auto" is None."""
     size: Any = settings.vocab_size
     if size is not None:
         size = list(size) if isinstance(size, VocabShard) else [size]

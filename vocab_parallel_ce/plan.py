@@ -296,7 +296,7 @@ def has_no_hooks() -> bool:
 
 def check_no_hooks(gradient: str, logits: Tensor) -> None:
     """Raise ValueError for an explicit in-place mode under saved-tensor hooks, where others would read a gradient."""
-    if top_saved_tensor_hooks is None or top_saved_tensor_hooks(True) is None:
+    if top_saved_tensor_hooks is None or has_no_hooks():
         return
     if torch.is_grad_enabled() and logits.requires_grad:
         raise ValueError(

@@ -11,15 +11,8 @@ from torch.autograd.graph import Node
 from vocab_parallel_ce.checks import is_traced
 from vocab_parallel_ce.collectives import NamedGroup, summed_over_ranks
 
-# Nodes of one input that only view or cast it.
-_VIEWS = frozenset(
-    f"{name}Backward{i}"
-    for i in (0, 1)
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Slice", "Select", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute"),
-        *("Expand", "Alias", "AsStrided", "Split", "Unbind", "Index", "IndexSelect", "Clone", "ToCopy"),
-    )
-)
+_JOINS = {"CatBackward0", "StackBackward0", "AddBackward0", "SubBackward0", "WhereBackward0"}  # of several inputs
+_MOST_NODES = 64
 _PRODUCTS = {"MmBackward0": -2, "AddmmBackward0": -2, "BmmBackward0": -2, "BaddbmmBackward0": -2, "LinearBackward0": 0}
 
 
@@ -67,25 +60,41 @@ class _Sum(torch.autograd.Function):
 _COPIES = ("CopyToRanksBackward", "_CopyToModelParallelRegionBackward")
 
 
-def _behind_views(node: Node | None) -> Node | None:
-    """Return the node that made what ``node`` only views or casts."""
-    while type(node).__name__ in _VIEWS:
-        node = node.next_functions[0][0]  # type: ignore[union-attr]
-    return node
+def _is_custom(node: Node | None) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _origins(node: Node | None) -> list[Node]:
+    """Return the nearest nodes that do more than hand on the gradient, as views, casts and factors do.
+
+    These are custom Functions, products, leaves, and what has several inputs.
+    """
+    found, nodes = list[Node](), [node]
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            break
+        node = nodes.pop()
+        following = [each for each, _ in node.next_functions if each is not None] if node is not None else []
+        name = type(node).__name__
+        if node is None or _is_custom(node) or name in _PRODUCTS or (len(following) != 1 and name not in _JOINS):
+            found += [] if node is None else [node]
+        else:
+            nodes += following
+    return found
 
 
 def check_summed_once(hidden: Tensor, group: Any) -> None:
     """Raise ValueError if a head would sum a gradient that ``copy_to_ranks`` sums over the same ranks."""
-    node = _behind_views(hidden.grad_fn)
-    if type(node).__name__ not in _COPIES:
-        return
-    other, own = NamedGroup.of(getattr(node, "group", None)), NamedGroup.of(group)
-    if other is None or own is None or other.ranks == own.ranks:
-        raise ValueError(
-            "hidden: expected its gradient to be summed once, got the result of copy_to_ranks or of Megatron-LM's "
-            "copy, whose sum over the ranks this head would sum again; pass hidden as it is, or "
-            "reduce_hidden_grad=False"
-        )
+    for node in _origins(hidden.grad_fn):
+        if type(node).__name__ not in _COPIES:
+            continue
+        other, own = NamedGroup.of(getattr(node, "group", None)), NamedGroup.of(group)
+        if other is None or own is None or other.ranks == own.ranks:
+            raise ValueError(
+                "hidden: expected its gradient to be summed once, got the result of copy_to_ranks or of Megatron-LM's "
+                "copy, whose sum over the ranks this head would sum again; pass hidden as it is, or "
+                "reduce_hidden_grad=False"
+            )
 
 
 def check_summed(logits: Tensor) -> None:
@@ -93,15 +102,16 @@ def check_summed(logits: Tensor) -> None:
 
     Only plain products are looked at. A custom Function, as of Megatron-LM or DTensor, may sum what it gets.
     """
-    product = _behind_views(logits.grad_fn) if torch.is_grad_enabled() else None
-    position = _PRODUCTS.get(type(product).__name__)
-    if position is None:
-        return
-    hidden = _behind_views(product.next_functions[position][0])  # type: ignore[union-attr]
-    is_known = isinstance(hidden, Node) and not isinstance(hidden, torch.autograd.function.BackwardCFunction)
-    # A parameter is the head, with hidden states on its other side.
-    if is_known and not isinstance(getattr(hidden, "variable", None), torch.nn.Parameter):
-        raise ValueError(
-            "logits: expected a product of copy_to_ranks(hidden, group), got one of hidden states whose gradient is "
-            "summed over no ranks: each rank has its columns' part of it; pass them through copy_to_ranks"
-        )
+    for product in _origins(logits.grad_fn) if torch.is_grad_enabled() else ():
+        position = _PRODUCTS.get(type(product).__name__)
+        if position is None:
+            continue
+        hidden = _origins(product.next_functions[position][0])
+        others = [each for operand, _ in product.next_functions for each in _origins(operand)]
+        # A parameter is the head, with hidden states on its other side.
+        is_head = all(isinstance(getattr(each, "variable", None), torch.nn.Parameter) for each in hidden)
+        if not is_head and not any(map(_is_custom, others)):
+            raise ValueError(
+                "logits: expected a product of copy_to_ranks(hidden, group), got one of hidden states whose gradient "
+                "is summed over no ranks: each rank has its columns' part of it; pass them through copy_to_ranks"
+            )

@@ -120,10 +120,22 @@ def open_call(group: Any, device: torch.device | None) -> Iterator[None]:
         open_calls.remove(call)
 
 
+def _call_of_thread() -> _Call | None:
+    """Return the innermost call of this thread."""
+    calls = [call for call in tuple(open_calls) if call.thread == get_ident()]
+    return calls[-1] if calls else None
+
+
 def _pending_call() -> _Call | None:
     """Return the innermost call of this thread if the ranks have not compared it yet."""
-    calls = [call for call in tuple(open_calls) if call.thread == get_ident()]
-    return calls[-1] if calls and calls[-1].is_pending else None
+    call = _call_of_thread()
+    return call if call is not None and call.is_pending else None
+
+
+def is_in_call() -> bool:
+    """Return whether this thread is in a call of several ranks, who would wait for one that raises."""
+    call = _call_of_thread() if open_calls else None
+    return call is not None and group_position(call.group)[1] > 1
 
 
 def members(values: Iterable[Any]) -> Iterator[Any]:
@@ -231,9 +243,11 @@ def _presence(tensor: Tensor | None) -> str:
 
 def compare_results(name: str, result: Tensor, errors: Sequence[Exception]) -> None:
     """Raise the same error on every rank if one has ``errors``, or if ``result`` does not have the same bits on all."""
-    call = [call for call in open_calls if call.thread == get_ident()][-1]
     others = {"error": (type(errors[0]).__name__, str(errors[0]))} if errors else {}
-    call.exchange({name: result.detach()}, **others)
+    try:
+        _call_of_thread().exchange({name: result.detach()}, **others)  # type: ignore[union-attr]
+    except Exception as error:
+        raise error from (errors[0] if errors else None)
 
 
 def compare_arguments(name: str, **arguments: Any) -> None:

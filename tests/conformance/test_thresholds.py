@@ -76,7 +76,7 @@ def test_a_share_that_fp32_rounds_to_1_and_the_top_k_of_vllm_leave_all(top_k):
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.0, -1.0], [2.0, 0.0, 1.0, 0.0], [-INF, -INF, -INF, -INF]])
 LABELS, ABOVE = torch.tensor([0, 1, 0]), torch.tensor([3.5, 2.0, -INF])
-MESSAGE = "threshold: must be at most the largest logit of each row, got 1 above all of its row, the first 3.5; "
+MESSAGE = "threshold: must leave a logit above -inf in each row, got 1 that leave none, the first 3.5; "
 
 
 def calls(logits, labels, **given):

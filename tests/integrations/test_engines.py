@@ -152,24 +152,25 @@ def _trained(rank, device, name, dtype, return_dict, options):
 
 def _both(rank, group, impl, name, dtype, mechanism):
     with patch.dict(os.environ, {"LOCAL_RANK": str(rank)}):  # which DeepSpeed reads
-        return _pairs(rank, device_of(rank, group), impl, name, dtype, mechanism)
+        return _pair(rank, device_of(rank, group), impl, name, dtype, mechanism)
 
 
-def _pairs(rank, device, impl, name, dtype, mechanism):
-    given = name, PRECISIONS[dtype]
+def _pair(rank, device, impl, name, dtype, mechanism):
+    """Without install() and with it. Each two of mechanism, precision and ``return_dict`` meet."""
+    returns = (dtype == "fp32") == (mechanism == "lazy")
     options = {"mechanism": mechanism, "impl": impl}
-    return [[_trained(rank, device, *given, returns, each) for each in (None, options)] for returns in (True, False)]
+    return [_trained(rank, device, name, PRECISIONS[dtype], returns, each) for each in (None, options)]
 
 
-def _assert_same(pairs, name, dtype):
+def _assert_same(pair, name, dtype):
     """Losses of all steps, and the weights' changes, which are the sums of the gradients times the rate."""
-    for (expected, truth, none), (losses, changes, counts) in pairs:
-        assert not none and counts == {PARTITIONED if name == "ZeRO-3" else "fused": STEPS}
-        assert expected[-1] < 0.99 * expected[0]  # the steps matter
-        assert losses == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-3)
-        for each, change in truth.items():
-            error, size = (changes[each] - change).norm(), change.norm()
-            assert size > 0 and error <= (1e-4 if dtype == "fp32" else 0.05) * size, (each, error / size)
+    (expected, truth, none), (losses, changes, counts) = pair
+    assert not none and counts == {PARTITIONED if name == "ZeRO-3" else "fused": STEPS}
+    assert expected[-1] < 0.99 * expected[0]  # the steps matter
+    assert losses == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-3)
+    for each, change in truth.items():
+        error, size = (changes[each] - change).norm(), change.norm()
+        assert size > 0 and error <= (1e-4 if dtype == "fp32" else 0.05) * size, (each, error / size)
 
 
 @pytest.mark.parametrize("mechanism", ("lazy", "rewrite"))
@@ -179,8 +180,8 @@ def _assert_same(pairs, name, dtype):
 def test_an_engine_of_several_ranks_trains_alike_and_fused(rank_pool, impl, name, dtype, mechanism):
     if name in ZERO:
         real_module("deepspeed")
-    for pairs in rank_pool.run(_both, impl, name, dtype, mechanism):
-        _assert_same(pairs, name, dtype)
+    for pair in rank_pool.run(_both, impl, name, dtype, mechanism):
+        _assert_same(pair, name, dtype)
 
 
 @pytest.mark.reference
@@ -188,8 +189,7 @@ def test_an_engine_of_several_ranks_trains_alike_and_fused(rank_pool, impl, name
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", [name for name in ENGINES if name not in ON_RANKS])
 def test_an_engine_of_one_process_trains_alike_and_fused(name, dtype, mechanism):
-    pairs = _pairs(0, torch.device("cpu"), "reference", name, dtype, mechanism)
-    _assert_same(pairs, name, dtype)
+    _assert_same(_pair(0, torch.device("cpu"), "reference", name, dtype, mechanism), name, dtype)
 
 
 @pytest.mark.reference

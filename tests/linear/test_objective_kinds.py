@@ -178,3 +178,62 @@ def test_the_pages_algorithms_survive_far_log_probabilities():
             values = names[name](log_probs, **{k: v for k, v in given.items() if k in taken})
             (gradient,) = torch.autograd.grad(values.sum(), log_probs)
             assert values.isfinite().all() and gradient.isfinite().all(), (name, far)
+
+
+class _Negative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, log_probs):
+        return -log_probs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class _Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, log_probs):
+        return log_probs.mean() - log_probs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mean() - grad
+
+
+def _wrapped(function):
+    def inner(*args):
+        return function(*args)
+
+    return inner
+
+
+def _flagged(log_probs, centres):
+    return log_probs.mean().detach() - log_probs if centres else -log_probs
+
+
+PAIRS = {
+    "functions of autograd": (_Negative.apply, _Centred.apply),
+    "closures": (_wrapped(lambda p: -p), _wrapped(lambda p: p.mean().detach() - p)),
+    "partials": (functools.partial(_flagged, centres=False), functools.partial(_flagged, centres=True)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_functions_that_share_their_code_are_told_apart(impl_device, name):
+    case, (right, wrong) = Objectives(impl_device), PAIRS[name]
+    given = {"impl": case.impl}
+    linear_objective(case.hidden, case.weight, case.labels, right, **given)
+    with pytest.raises(ValueError, match="it mixes tokens"):
+        linear_objective(case.hidden, case.weight, case.labels, wrong, **given)
+
+
+def test_a_function_may_refuse_numbers_that_the_check_makes_up(impl_device):
+    case = Objectives(impl_device)
+    reference = torch.full(case.labels.shape, -30.0, device=case.device)
+
+    def guarded(log_probs, reference):
+        if not (log_probs - reference).exp().isfinite().all() or log_probs.min() < -40:
+            raise ValueError("diverged")
+        return (log_probs - reference).clamp(max=20).exp()
+
+    linear_objective(case.hidden, case.weight, case.labels, guarded, tokens={"reference": reference}, impl=case.impl)

@@ -22,6 +22,7 @@ from vocab_parallel_ce import (
     verify_calls,
     vocab_parallel_cross_entropy,
 )
+from vocab_parallel_ce.summed import CopyToRanks, check_summed, check_summed_once
 
 TOKENS, WIDTH, COLUMNS = 5, 6, 12
 
@@ -188,13 +189,13 @@ def _under_verification(rank, group):
         "3-D, bias": head(leaf.tanh().view(1, TOKENS, -1))[0],
         "bmm": torch.bmm(leaf.tanh().unsqueeze(0), shard.t().unsqueeze(0)).float()[0],
         "a leaf": leaf @ shard.t(),
+        "scaled": (leaf @ shard.t()) * 1,
         "a frozen head": leaf.tanh() @ shard.detach().t(),
     }
     right = {
         "copied": copy_to_ranks(leaf.tanh(), group).view(1, TOKENS, -1) @ shard.t(),
         "Megatron-LM's": head(_CopyToModelParallelRegion.apply(leaf.tanh(), group)),
         "hidden needs no gradient": hidden @ shard.t(),
-        "no product": (leaf @ shard.t()) * 1,
         "a head on its other side": (nn.Parameter(shard.detach()) @ leaf.t()).t(),
     }
     calls = {
@@ -219,3 +220,26 @@ def test_verification_finds_logits_whose_hidden_states_get_a_part_of_their_gradi
     assert all(each == first for each in others)
     for name, error in first.items():
         assert error.startswith("ValueError: logits: expected a product of copy_to_ranks(hidden, group)"), (name, error)
+
+
+H = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+HANDED_ON = {
+    "scaled": lambda h: h * 0.5,
+    "dropped": lambda h: torch.dropout(h, 0.1, True),
+    "masked": lambda h: h.masked_fill(H > 9, 0.0),
+    "joined": lambda h: torch.cat([h, h]),
+    "cut": lambda h: h.split([1, 3])[1],
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_what_hands_a_gradient_on_is_looked_through(name):
+    weight, copied = torch.ones(5, 3, requires_grad=True), CopyToRanks.apply(H, None)
+    check_summed(HANDED_ON[name](copied) @ weight.t())
+    check_summed((weight @ HANDED_ON[name](copied).t()).t())
+    check_summed_once(HANDED_ON[name](H * 1), None)
+    with pytest.raises(ValueError, match=r"^logits: expected a product of copy_to_ranks"):
+        check_summed(HANDED_ON[name](H) @ weight.t())
+    with pytest.raises(ValueError, match=r"^hidden: expected its gradient to be summed once"):
+        check_summed_once(HANDED_ON[name](copied), None)

@@ -194,8 +194,7 @@ def token_log_probs(
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:
             one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` raises, or has NaN, as the
-            gradient
-            of its token: see ``check_labels``. They take no ``outputs``.
+            gradient of its token: see ``check_labels``. They take no ``outputs``.
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.

@@ -76,8 +76,8 @@ def linear_objective(
         num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
         check_objective: at the first call of each function (of its code) with gradients, raise ValueError if a
             token's value or derivative changes when others are left out or changed, as those of a mean would. This
-            call waits for the device, and calls the function up to 12 times more; later calls and CUDA graphs do not.
-            False: no check, for instance for dropout.
+            call waits for the device, and calls the function 10 times more; later calls and CUDA graphs do not. With
+            one valid token it cannot tell, and checks the next call too. False: no check, for instance for dropout.
         temperature, threshold, kept: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 

@@ -10,7 +10,7 @@ counts or sums above them of all ranks, and leaves an 8th of the range. Kernels 
 PyTorch sorts them first.
 
 The threshold is then moved to the middle between this last kept logit and the first dropped one, the largest below it
-of all ranks: other roundings of the logits, as those of a head in fp32, are on the same side.
+of all ranks: the fp32 values of 16-bit logits are on the same side.
 
 Exponentials, at most 1, become multiples of 2**-40, and sums are int64: exact, in any order. So a row has the same
 threshold whatever rows it comes with, and however many ranks share its columns.
@@ -57,10 +57,11 @@ def sampling_threshold(
 ) -> Tensor:
     """Return for each row a number below which a sampler drops logits: ``threshold`` of :func:`token_log_probs`.
 
-    It is in the middle between the smallest logit that stays and the largest that goes, so that it parts the same
-    logits when they are rounded in another way. As samplers do, ``top_k`` first; the nucleus is the smallest set of the
-    largest logits that has at least ``top_p`` of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751), to a share
-    of ``V * 2**-40``. Equal logits stay in or go together. It has no gradient. Overwrites nothing.
+    It is in the middle between the smallest logit that stays and the largest that goes. So that of 16-bit logits parts
+    the same ones in fp32; not the other way round, since 16 bits round logits across it. As samplers do, ``top_k``
+    first; the nucleus is the smallest set of the largest logits that has at least ``top_p`` of what ``top_k`` leaves
+    (Holtzman et al., arXiv:1904.09751), to a share of ``V * 2**-40``. Equal logits stay in or go together. It has no
+    gradient. Overwrites nothing.
 
     Collectives: none if all logits stay. With ``top_k`` up to 1024, per 2**25 compared logits of a rank (about 64 of
     each of ``top_k`` and row), one all_gather of 4 bytes (fp64: 8) per logit of ``top_k`` and row, and one of 4 bytes

@@ -57,7 +57,7 @@ class SoftLabelLoss(Loss):
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         for name, default in Settings._field_defaults.items():
             value = getattr(settings, name)
-            if name not in OF_SOFT_LABELS and value != default and value is not False:
+            if name not in OF_SOFT_LABELS and value != default and (name, value) != ("check_labels", False):
                 raise ValueError(f"{name}: has no use with probabilities as labels, got {value!r}; leave it out")
         return loss_options(settings, vocab_size)
 

@@ -124,7 +124,13 @@ class HeadCall(Head):
 def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keywords: dict[str, Any]) -> Tensor | None:
     """Return the loss ``[s, b]`` of lazy logits, or None if it needs the logits."""
     head, recorded = lazy._head, lazy._recorded
-    if not isinstance(head, HeadCall) or head.is_made or recorded is None or recorded.hidden is not head.stand_in:
+    if (
+        not isinstance(head, HeadCall)
+        or head.is_made
+        or head.is_watched
+        or recorded is None
+        or recorded.hidden is not head.stand_in
+    ):
         return None
     keywords = keywords | {"logit_scale": recorded.logit_scale, "sequence_parallel": head.layer.sequence_parallel}
     expected, is_auto = None, keywords.pop("gradient", "auto") == "auto"
