@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 # A python3, and the python of each environment that it makes. `-m ...` is written to the log, and `-m venv` waits while
 # the file `hold` exists. `packages` names the one that has torch and pytest, `gpu-torch` the version of a torch that
