@@ -3,7 +3,6 @@
 Each puts a hook on every output of the model that has a history: the stand-in of the logits too.
 """
 
-import gc
 import os
 from types import MethodType
 from unittest.mock import patch
@@ -305,7 +304,6 @@ def _autocast(model):
 @pytest.mark.parametrize("make", (_compiled, _autocast))
 def test_a_forward_of_something_else_is_said_and_one_made_after_install_is_not(make, llama, caplog):
     maker = make(llama)
-    gc.collect()  # models of other tests
     made = install()
     assert made.left["LlamaForCausalLM (one model)"].startswith(f"its forward, by {maker}, is from before install()")
     assert sum("is from before install(): make it after" in each.getMessage() for each in caplog.records) == 1

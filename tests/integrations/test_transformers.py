@@ -66,7 +66,6 @@ def test_install_of_a_class_is_undone_to_the_same_function(llama):
 def test_install_of_everything_is_undone_to_the_same_functions():
     forwards = {cls: cls.forward for cls in imported_classes() if "forward" in vars(cls)}
     build = PreTrainedModel.__init__
-    gc.collect()  # models of other tests with a forward of their own
     made = install()
     assert len(made.rebound) == len(forwards) + 1 >= 4 and list(made.left) == ["calls without labels"]
     assert install() == made and all(is_installed(cls) for cls in forwards)
@@ -110,7 +109,6 @@ def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama,
     with pytest.raises(ValueError, match="Gemma2ForCausalLM: something else has replaced its forward"):
         install(Gemma2ForCausalLM)
     caplog.clear()
-    gc.collect()  # models of other tests
     made = install()
     ((path, reason),) = [each for each in made.left.items() if "Gemma2ForCausalLM" in each[0]]
     assert "something else" in reason and f"{LLAMA}.forward" in made.rebound and f"{path}.forward" not in made.rebound
@@ -123,6 +121,19 @@ def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama,
     uninstall()
     assert audit(Gemma2ForCausalLM) == {} == report().left
     assert Gemma2ForCausalLM.forward is loss_of_something_else and llama.forward() == "something else"
+
+
+def test_a_dropped_model_with_a_forward_of_its_own_is_not_named():
+    gc.disable()
+    try:
+        model = tiny_model(LlamaForCausalLM)
+        model.forward = MethodType(loss_of_something_else, model)
+        assert "LlamaForCausalLM (one model)" in str(install().left)
+        uninstall()
+        del model  # a cycle: its forward holds it
+        assert list(install().left) == ["calls without labels"]
+    finally:
+        gc.enable()
 
 
 def test_a_forward_that_something_else_replaces_later_is_left_alone(llama):

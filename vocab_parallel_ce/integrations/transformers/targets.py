@@ -114,7 +114,15 @@ def is_installed(forward: Any) -> bool:
 
 def live_models(classes: Iterable[type]) -> list[Any]:
     """Return the models of some classes, or of classes made from them, that have a forward of their own."""
-    bases, known, found = tuple(classes), dict[type, bool](), []
+    bases = tuple(classes)
+    if not _models_in_memory(bases):
+        return []
+    gc.collect()  # the forward of a model holds the model: a user may have dropped it before
+    return _models_in_memory(bases)
+
+
+def _models_in_memory(bases: tuple[type, ...]) -> list[Any]:
+    known, found = dict[type, bool](), list[Any]()
     for each in gc.get_objects():
         cls = type(each)
         if cls not in known:
