@@ -1,6 +1,7 @@
 """The module of a fused projection and loss, and the heads that it shares or owns."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -228,3 +229,11 @@ def test_a_head_is_the_losss_own_unless_a_module_has_it(name, head):
     del owner
     alone = LinearCrossEntropy(head)
     assert alone.linear is alone.head is head is holders[0][0] and list(alone.parameters()) == list(head.parameters())
+
+
+@pytest.mark.reference
+def test_nothing_looks_for_the_owner_of_what_is_no_head(monkeypatch):
+    """Thousands of objects hold a small number: to look at each of them took minutes."""
+    monkeypatch.setattr(gc, "get_referrers", lambda *objects: pytest.fail("looked for an owner"))
+    with pytest.raises(TypeError, match=r"head: expected an nn.Linear or nn.Embedding, got int.*in_features"):
+        LinearCrossEntropy(8)

@@ -228,11 +228,12 @@ class LinearCrossEntropy(_LossModule):
                 "head: expected it, or in_features, columns and bias of one of its own, got both; pass the head alone, "
                 "which has its own bias"
             )
+        if head is not None:
+            _check_head(head)
         # In a tuple: what is shared is no submodule of this module.
         self.shared = (head,) if head is not None and _has_owner(head) else ()
         if head is not None and not self.shared:
             self.linear = head
-        _check_head(self.head)
         if self.head.weight.dim() != 2:
             raise ValueError(f"weight: expected shape [C, D], got {tuple(self.head.weight.shape)}")
 
