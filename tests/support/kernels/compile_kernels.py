@@ -123,7 +123,7 @@ def resource_usage(cubin: bytes) -> dict:
         "registers": fields["REG"],
         "stack_bytes": fields["STACK"],
         "local_bytes": fields["LOCAL"],
-        "instructions": len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", code, flags=re.MULTILINE)),
+        "instructions": len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+[@A-Z]", code, flags=re.MULTILINE)),
     }
 
 
