@@ -17,7 +17,7 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
 REGISTERS = 65_536  # of a multiprocessor
-READS, WALKS = ("online_softmax", "part"), ("cross_entropy", "element_mul")
+READS, WALKS = ("statistics", "part"), ("gradient", "element_mul")
 PAIRS = (
     "target_statistics",
     "target_part",
@@ -59,10 +59,10 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
         *MERGED_PAIRS,
         "divergence_part_second",
         "divergence_merged_second",
-        "merged_parts",
-        "loss",
-        "target_loss",
-        "divergence_loss",
+        "merged",
+        "outputs",
+        "target_outputs",
+        "divergence_outputs",
         *LARGEST,
         *IDS,
     } | one_pass
@@ -88,7 +88,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         registers, stack_bytes = (128, 16) if is_large and not is_plain else (64, 0)
         # A gradient has 4 warps: seven programs of 72 registers. The large tile of one rank takes them for fp32 logits
         # that become 16 bits. The same with all options and edges takes more: five programs.
-        if report["kernel"].startswith("cross_entropy") and ("-R1-to-" in report["kernel"] or not is_plain):
+        if report["kernel"].startswith("gradient") and ("-R1-to-" in report["kernel"] or not is_plain):
             is_most = "-edges-all_weighted" in report["kernel"] and "-to-" in report["kernel"]
             registers, stack_bytes = (96 if is_most else 72), 0
             if "-plain-" in report["kernel"] and "-R1-to-" in report["kernel"] and report["triton"] >= [3, 9]:
@@ -99,7 +99,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
             registers = 168  # int64 sums above eight numbers, of eight columns a thread
         if report["kernel"].startswith(IDS):
             registers = 96  # one warp a row: as many as a multiprocessor has room for
-        if report["kernel"].startswith("loss-all"):
+        if report["kernel"].startswith("outputs-all"):
             registers, stack_bytes = (64 if report["threads"] == 1024 else 96), 40
         assert report["registers"] <= registers, report
         assert report["stack_bytes"] <= stack_bytes, report

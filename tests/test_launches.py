@@ -27,15 +27,9 @@ ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
 NEVER = {
     ("element_mul_kernel", None, "padded"): "a gradient of padded columns is 0 already, and it scales whole rows",
-    ("row_statistics_kernel of soft_labels", "loss_options.temperature", None): "of primitives; soft targets have none",
-    ("row_gradient_kernel of soft_labels", "loss_options.temperature", None): "likewise",
-    ("row_statistics_kernel of soft_labels", "loss_options.threshold", None): "likewise",
-    ("row_gradient_kernel of soft_labels", "loss_options.threshold", None): "likewise",
-    ("row_part_kernel of soft_labels", "loss_options.temperature", None): "likewise",
-    ("row_part_kernel of soft_labels", "loss_options.threshold", None): "likewise",
-    ("row_part_kernel of soft_labels", "stats", None): "soft targets have one exchange",
-    ("row_second_kernel of soft_labels", None, None): "soft targets have one exchange",
-    ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
+    ("part_kernel of soft_labels", "stats", None): "soft targets have one exchange",
+    ("second_kernel of soft_labels", None, None): "soft targets have one exchange",
+    ("second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
 }
 NEVER |= {
@@ -45,29 +39,39 @@ NEVER |= {
         "sum_sq_probs",
         "mean_logit",
         "predictions",
-        "temperature",
-        "threshold",
         "softcap",
         "negated",
     )
 }
-NEVER[("sums_above_kernel", "loss_options.threshold", None)] = "it finds one"
 # What finds the largest logits has no impl: on the CPU it is plain PyTorch; tests/kernels/test_largest.py launches it.
 ON_A_GPU = {"tile_maxima_kernel", "count_equal_kernel", "sums_above_kernel"}
 NEVER |= {
     (f"{kernel}_kernel", f"loss_options.{name}", None): "k ids have no such option"
     for kernel in ("ids_statistics", "ids_gradient", "kept_statistics", "kept_gradient")
-    for name in ("threshold", "smoothing", "z_loss", "class_weight", "sum_sq_probs", "mean_logit", "predictions", "lse")
+    for name in ("smoothing", "z_loss", "class_weight", "sum_sq_probs", "mean_logit", "predictions", "lse")
 }
 # Nor does any merge the ranks of kept sets; those of tests/conformance/test_kept.py do.
 NEVER |= {("kept_gradient_kernel", f"ranks={n}", None): "of one rank's calls" for n in (2, 3)}
-NOT_BESIDE = {"soft_labels": ("labels", "second"), "divergences": ("class_weight",)}
+OUTPUTS_OF_LABELS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
+OF_LABELS_ALONE = ("temperature", "threshold", "valid_rows", "total", *OUTPUTS_OF_LABELS)
+OF_LABELS_ALONE += tuple(f"grad_{name}" for name in OUTPUTS_OF_LABELS)
+NOT_BESIDE = {
+    "soft_labels": ("labels", "second", *OF_LABELS_ALONE),
+    "divergences": ("class_weight", *OF_LABELS_ALONE),
+    "lanes": ("other", "second", "stats"),
+}
 NEVER |= {
-    (f"row_{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
+    (f"{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
     for kernel in ("statistics", "part", "second", "outputs", "gradient")
     for loss, tensors in NOT_BESIDE.items()
     for tensor in tensors
 }
+NEVER |= {
+    (f"part_kernel of {loss}", f"ranks={n}", None): "parts of a second exchange alone merge the ranks"
+    for loss in ("lanes", "soft_labels")
+    for n in (2, 3)
+}
+NEVER[("second_kernel of lanes", None, None)] = "labels have one exchange"
 
 
 def is_never(entry: Entry) -> bool:
@@ -135,13 +139,14 @@ def test_wide_calls_launch_everything_that_a_gpu_would(chosen_as_on_a_gpu):
 
 @pytest.mark.interpreter
 def test_options_are_read_from_kernels_and_the_functions_that_they_call():
-    from vocab_parallel_ce.kernels.cross_entropy import loss_kernel
-    from vocab_parallel_ce.kernels.online_softmax import online_softmax_kernel
+    from vocab_parallel_ce.kernels.label_rows import ALGEBRA
+    from vocab_parallel_ce.kernels.outputs import outputs_kernel
+    from vocab_parallel_ce.kernels.rows import statistics_kernel
 
-    # In tile_stats and in transform, and a tensor that may be None; in row_loss, which store_outputs calls.
-    found = options_of(online_softmax_kernel)
+    # In tile_stats and in transform, and a tensor that may be None; in loss, which store_outputs calls.
+    found = options_of(statistics_kernel, ALGEBRA)
     assert {"loss_options.sum_sq_probs", "loss_options.softcap", "class_weight"} <= found
-    assert "loss_options.z_loss" in options_of(loss_kernel)
+    assert "loss_options.z_loss" in options_of(outputs_kernel, ALGEBRA)
 
 
 @pytest.mark.interpreter
@@ -163,4 +168,4 @@ def test_parts_are_one_more_launch_of_each_exchange(divergence, cut):
             loss = distillation_loss(leaf * 1, teacher, divergence=divergence, reduction="none", impl="triton")
             loss.sum().backward()
         names = [call.args[0].kernel.fn.__name__ for call in launch.call_args_list]
-        assert names == [f"row_{name}_kernel" for name in expected]
+        assert [name.removesuffix("_kernel") for name in names] == expected

@@ -200,7 +200,7 @@ def test_a_profile_tells_hidden_from_exposed_communication():
         event("ncclDevKernel_AllReduce_Sum", 90, 5),  # the ranks begin together
         event("nvjet_tst_128x256", 100, 50),
         event("ncclDevKernel_AllGather_RING_LL", 140, 20),
-        event("online_softmax_kernel", 155, 15),
+        event("statistics_kernel", 155, 15),
         event("void at::native::fill(int)", 180, 10),
         event("aten::mm", 0, 200, cat="cpu_op"),
         event("ncclDevKernel_AllReduce_Sum", 195, 5),  # the ranks meet again

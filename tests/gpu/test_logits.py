@@ -217,7 +217,7 @@ def test_a_scaled_logit_is_rounded_before_the_maximum_is_subtracted(gradient):
     check(("triton", "cuda"), (made + 500) / 0.3, labels, **options)
 
 
-KERNELS = ("online_softmax", "cross_entropy", "loss_kernel", "element_mul")
+KERNELS = ("statistics_kernel", "gradient_kernel", "outputs_kernel", "element_mul")
 
 
 @pytest.mark.nccl

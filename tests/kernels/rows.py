@@ -53,7 +53,7 @@ def stats_by_kernel(
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.online_softmax(**own)(logits, beside, (stats,), 0, valid_rows)
+    kernels.rows.statistics(kernels.label_rows.label_loss(**own))(logits, beside, (stats,), 0, valid_rows)
     return stats[0], int(valid_rows)
 
 
@@ -73,7 +73,7 @@ def outputs_by_kernel(
 
     outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
-    fill = kernels.token_outputs(shard, options._replace(temperature=None))
+    fill = kernels.outputs.outputs(kernels.label_rows.label_loss(shard, options._replace(temperature=None)))
     fill((stats,), Labels(labels), divisor, outputs)
     return outputs
 
@@ -94,7 +94,8 @@ def gradient_by_kernel(
 
     grad = logits if into is None else into
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.cross_entropy(**own)(logits, beside, (stats,), divisor, of_rows(grads), grad)
+    fill = kernels.outputs.gradient(kernels.label_rows.label_loss(**own))
+    fill(logits, beside, (stats,), divisor, of_rows(grads), grad)
     return grad
 
 

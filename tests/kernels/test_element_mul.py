@@ -8,7 +8,7 @@ from tests.support.cases.inputs import DTYPES
 
 
 def scale(grad, grad_output):
-    from vocab_parallel_ce.kernels import element_mul
+    from vocab_parallel_ce.kernels.outputs import element_mul
 
     element_mul(grad, grad_output)
 
@@ -33,7 +33,7 @@ def test_each_row_by_its_own_factor(kernel_device, dtype, columns):
 
 def test_more_rows_than_programs(kernel_device):
     """Each program takes every 512th row; the last has no second one."""
-    from vocab_parallel_ce.kernels.cross_entropy import PROGRAMS
+    from vocab_parallel_ce.kernels.outputs import PROGRAMS
 
     factors = torch.arange(1, 2 * PROGRAMS, device=kernel_device) % 7 - 3.0
     grad = torch.ones(len(factors), 5, device=kernel_device)

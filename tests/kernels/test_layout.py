@@ -70,7 +70,7 @@ def test_storage_that_begins_off_a_boundary_is_left_alone():
 
 def test_two_tensors_are_alike_if_their_rows_begin_at_the_same_position_of_a_line():
     """At other multiples of 16 bytes the numbers would be right, and the second tensor's loads cross lines."""
-    from vocab_parallel_ce.kernels.walk import pair_arguments
+    from vocab_parallel_ce.kernels.launch import pair_arguments
 
     columns, line = 256, 64  # bf16
     logits = torch.zeros(4, columns, dtype=torch.bfloat16)

@@ -40,7 +40,7 @@ def test_a_mode_by_name_is_no_more_than_the_default_and_a_scale(options):
     one = torch.ones(())
     default, by_default = launches("in_backward", logits, labels, one, **options)
     found, by_name = launches("in_forward", logits, labels, one, **options)
-    assert by_default == ["online_softmax_kernel", "loss_kernel", "cross_entropy_kernel"]
+    assert by_default == ["statistics_kernel", "outputs_kernel", "gradient_kernel"]
     assert by_name == [*by_default, "element_mul_kernel"]
     assert torch.equal(found[1], default[1]) and torch.equal(found[0], default[0])
     oracle, peer = (of(logits, labels, **options) for of in (cross_entropy_fp64, cross_entropy_same_dtype))
@@ -66,10 +66,11 @@ def one_launch(monkeypatch):
         shard = plan.VocabShard(0, logits.shape[-1], logits.shape[-1])
         stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
         count = torch.empty(1, dtype=torch.int32) if counted else None
-        kernels.online_softmax(shard, options)(logits, beside, (stats,), 0, count)
+        loss = kernels.label_rows.label_loss(shard, options)
+        kernels.rows.statistics(loss)(logits, beside, (stats,), 0, count)
         divisor = divisor if count is None else count
-        kernels.token_outputs(shard, options)((stats,), beside, divisor, outputs)
-        kernels.cross_entropy(shard, options)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
+        kernels.outputs.outputs(loss)((stats,), beside, divisor, outputs)
+        kernels.outputs.gradient(loss)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
 
     monkeypatch.setattr(plan, "select", chosen)
     monkeypatch.setattr(one_pass, "one_pass", in_one_launch)

@@ -47,7 +47,8 @@ REFUSALS = "tests/refusals"  # after each suite
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
     "kernels/walk": f"-m 'interpreter or reference' {OF_WALKS} {OF_PAIRS}",
-    "kernels/row_": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/rows": f"{INTERPRETED} {OF_PAIRS} {NUMBERS}",
+    "kernels/algebra": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/soft_labels": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",

@@ -3,19 +3,7 @@
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
-from vocab_parallel_ce.kernels import divergences, given_ids, kept, row_loss, row_statistics, soft_labels
-from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul, token_outputs
-from vocab_parallel_ce.kernels.online_softmax import online_softmax
+from vocab_parallel_ce.kernels import divergences, given_ids, kept, label_rows, outputs, rows, soft_labels
+from vocab_parallel_ce.kernels.algebra import KernelLoss
 
-__all__ = [
-    "cross_entropy",
-    "divergences",
-    "element_mul",
-    "given_ids",
-    "kept",
-    "online_softmax",
-    "row_loss",
-    "row_statistics",
-    "soft_labels",
-    "token_outputs",
-]
+__all__ = ["KernelLoss", "divergences", "given_ids", "kept", "label_rows", "outputs", "rows", "soft_labels"]

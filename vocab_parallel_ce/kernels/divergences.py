@@ -1,4 +1,4 @@
-"""Divergence of a student's distribution from a teacher's: the algebra of ``losses.divergences`` for ``row_*``.
+"""Divergence of a student's distribution from a teacher's: the algebra of ``losses.divergences``.
 
     forward   KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)     dx_i = (s_i - t_i) / T
     reverse   KL = cross / student_sum - log(student_sum) + log(teacher_sum)     dx_i = s_i (log(s_i / t_i) - KL) / T
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.walk import Algebra, load_logits
+from vocab_parallel_ce.kernels.algebra import load_logits, pair_algebra
 from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
 
 SMALL_SHARE = 0.125  # of a mixture: a larger one multiplies the rounding of its logarithm by 8 at most
@@ -100,7 +100,8 @@ def record(numbers):
 
 
 @triton.jit
-def empty(at_label, LANES: tl.constexpr):
+def empty(row, place, LANES: tl.constexpr):
+    at_label = load_logits(row.logits + place.begin + row.target, row.target >= 0)
     zeros = tl.zeros([LANES], tl.float32)
     lowest = tl.full([LANES], float("-inf"), tl.float32)
     return DivergenceStats(lowest, zeros, lowest, zeros, zeros, zeros + at_label, zeros)
@@ -163,19 +164,19 @@ def merge(stats, loss_options):
 
 @triton.jit
 def load(pointers, mask, loss_options, step):
-    student_max = tl.load(pointers, mask, other=float("-inf"))
-    student_sum = tl.load(pointers + step, mask, other=0.0)
-    teacher_max = tl.load(pointers + 2 * step, mask, other=float("-inf"))
-    teacher_sum = tl.load(pointers + 3 * step, mask, other=0.0)
+    student_max = ops.load(pointers, mask, float("-inf"))
+    student_sum = ops.load(pointers + step, mask, 0.0)
+    teacher_max = ops.load(pointers + 2 * step, mask, float("-inf"))
+    teacher_sum = ops.load(pointers + 3 * step, mask, 0.0)
     pointers += 4 * step
     zeros = tl.zeros_like(student_sum)
     cross, hard_sum, target = zeros, zeros, zeros
     if loss_options.beta is None:
-        cross = tl.load(pointers, mask, other=0.0)
+        cross = ops.load(pointers, mask, 0.0)
         pointers += step
     if loss_options.hard_weight is not None:
-        target = tl.load(pointers, mask, other=float("-inf"))
-        hard_sum = tl.load(pointers + step, mask, other=0.0)
+        target = ops.load(pointers, mask, float("-inf"))
+        hard_sum = ops.load(pointers + step, mask, 0.0)
     return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
 
 
@@ -274,7 +275,7 @@ def merge_mixture(sums):
 
 
 @triton.jit
-def factors(stats, second, weight, live, loss_options):
+def shares(stats, second, weight, live, loss_options):
     """Factors are 0 if the row is not ``live``, and the sums 1."""
     offset = stats.cross
     if loss_options.reverse is not None:
@@ -322,7 +323,9 @@ def gradient(factors, tile, row):
     return grad * factors.weight
 
 
-ALGEBRA = Algebra(record, empty, tile, merge_pair, merge, load, store, loss, factors, gradient, mixture, merge_mixture)
+ALGEBRA = pair_algebra(
+    empty, tile, merge_pair, load, store, gradient, merge, record, loss, shares, mixture, merge_mixture
+)
 
 
 def kernel_options(options: DivergenceOptions) -> KernelOptions:

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul
 from vocab_parallel_ce.kernels.given_ids_rows import (
     IdsSizes,
     best_column,
@@ -27,14 +26,16 @@ from vocab_parallel_ce.kernels.given_ids_rows import (
     log_probs_at,
     merged_ids,
 )
+from vocab_parallel_ce.kernels.label_rows import label_loss
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
-from vocab_parallel_ce.kernels.online_softmax import online_softmax
+from vocab_parallel_ce.kernels.outputs import element_mul, gradient
+from vocab_parallel_ce.kernels.rows import statistics
 from vocab_parallel_ce.kernels.top_k_teacher import row_gradients, row_loss
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
@@ -57,10 +58,8 @@ def ids_statistics_kernel(
     """Example: ``x = [1, 3, 2]``, ids ``[0, 1]``: z ``[1, 3]``, label 1."""
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     at = given_columns(ids, log_probs, labels, row, lane, sizes, shard_start)
-    if temperature is not None:
-        t = ops.row_temperature(temperature, row, True)
-        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
-    z, _ = load_given(logits, ops.row_begin(row, layout), at.column, at.owned, loss_options)
+    t = ops.row_temperature(temperature, row, True)
+    z, _ = load_given(logits, ops.row_begin(row, layout), at.column, at.owned, loss_options, t)
     tl.store(stats + (stats_start + row) * (3 + sizes.n_ids) + 3 + lane, z, lane < sizes.n_ids)
     is_dead = tl.min(at.left_out.to(tl.int32)) == 1
     best = best_column(z, at, lane).to(tl.int64) + shard_start
@@ -136,10 +135,8 @@ def ids_gradient_kernel(
     at = given_columns(ids, log_probs, labels, row, lane, sizes, shard_start)
     known = merged_ids(stats, row, lane, sizes, n_ranks, n_rows)
     log_probs_of_row, rest = log_probs_at(known, at, lane)
-    if temperature is not None:
-        t = ops.row_temperature(temperature, row, True)
-        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
-    z, slope = load_given(logits, ops.row_begin(row, layout), at.column, at.owned, loss_options)
+    t = ops.row_temperature(temperature, row, True)
+    z, slope = load_given(logits, ops.row_begin(row, layout), at.column, at.owned, loss_options, t)
     share = 1.0
     if divisor is not None:
         share = ops.divisor_weight(divisor)
@@ -227,8 +224,8 @@ class GivenIds:
 
     def __init__(self, options: Any, shard: VocabShard) -> None:
         self.options, self.shard = options, shard
-        self.softmax_statistics = online_softmax(shard, options.softmax)
-        self.softmax_gradient = cross_entropy(shard, options.softmax)
+        softmax = label_loss(shard, options.softmax)
+        self.softmax_statistics, self.softmax_gradient = statistics(softmax), gradient(softmax)
         self.element_mul = element_mul
 
     def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
@@ -303,7 +300,7 @@ def lanes_of(n_ids: int) -> tuple[dict[str, int], int]:
 @cache_launches
 def _statistics(rows: Rows, options: Any, shard: VocabShard, has_labels: bool) -> Launch:
     (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard, has_labels)
-    values = (RowLayout(*rows[0]), sizes, options.softmax)
+    values = (RowLayout(*rows.layout), sizes, options.softmax)
     return Launch(ids_statistics_kernel, values, lanes, num_warps=num_warps)
 
 
@@ -316,11 +313,11 @@ def _outputs(options: Any, shard: VocabShard, has_labels: bool, n_ranks: int) ->
 @cache_launches
 def _gradient(rows: Rows, options: Any, shard: VocabShard, has_labels: bool, grad_stride: int, n_ranks: int) -> Launch:
     (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard, has_labels)
-    values = (RowLayout(*rows[0]), sizes, grad_stride, n_ranks, options.softmax)
+    values = (RowLayout(*rows.layout), sizes, grad_stride, n_ranks, options.softmax)
     return Launch(ids_gradient_kernel, values, lanes, num_warps=num_warps)
 
 
 @cache_launches
 def _write(rows: Rows, n_ids: int) -> Launch:
     lanes, num_warps = lanes_of(n_ids)
-    return Launch(write_columns_kernel, (RowLayout(*rows[0]), n_ids), lanes, num_warps=num_warps)
+    return Launch(write_columns_kernel, (RowLayout(*rows.layout), n_ids), lanes, num_warps=num_warps)

@@ -69,10 +69,10 @@ def given_columns(ids, log_probs, labels, row, lane, sizes, shard_start):
 
 
 @triton.jit
-def load_given(logits, begin, column, owned, loss_options):
+def load_given(logits, begin, column, owned, loss_options, temperature):
     """Return the z of each lane, -inf where it is not owned, and its derivative by the logit."""
     x = tl.load(logits + begin + column, owned, other=float("-inf"))
-    z, slope = ops.transform(x, loss_options)
+    z, slope = ops.transform(x, loss_options, temperature)
     return tl.where(owned, z, float("-inf")), slope
 
 

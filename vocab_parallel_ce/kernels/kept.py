@@ -15,12 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.cross_entropy import element_mul, token_outputs
 from vocab_parallel_ce.kernels.given_ids import lanes_of, write_columns
 from vocab_parallel_ce.kernels.given_ids_rows import IdsSizes, given_columns, load_given
-from vocab_parallel_ce.kernels.labels import logits_gradient, merge_ranks, row_factors, stats_of_row
+from vocab_parallel_ce.kernels.label_rows import label_loss
+from vocab_parallel_ce.kernels.labels import (
+    load_stats,
+    logits_gradient,
+    merge_pair,
+    n_statistics,
+    row_factors,
+    stats_of_row,
+    store_stats,
+)
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
-from vocab_parallel_ce.kernels.online_softmax import store_stats
+from vocab_parallel_ce.kernels.outputs import element_mul, outputs
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.base import Launchers
 from vocab_parallel_ce.losses.kept import NO_ID
@@ -77,13 +85,11 @@ def kept_statistics_kernel(
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
     column, owned, outside = kept_columns(kept, row, lane, live, sizes, shard_start)
-    if temperature is not None:
-        t = ops.row_temperature(temperature, row, live)
-        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
-    z, _ = load_given(logits, ops.row_begin(row, layout), column, owned, loss_options)
+    t = ops.row_temperature(temperature, row, live)
+    z, _ = load_given(logits, ops.row_begin(row, layout), column, owned, loss_options, t)
     is_target = owned & (column == label - shard_start)
     found = stats_of_lanes(z, owned, is_target, outside, loss_options)
-    store_stats(stats_of_row(stats, stats_start + row, loss_options), found, loss_options)
+    store_stats(stats_of_row(stats, stats_start + row, loss_options), found, loss_options, 1)
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start"])
@@ -111,15 +117,14 @@ def kept_gradient_kernel(
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
     column, owned, outside = kept_columns(kept, row, lane, live, sizes, shard_start)
-    if temperature is not None:
-        t = ops.row_temperature(temperature, row, live)
-        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
-    merged = merge_ranks(stats, row, None, n_rows, loss_options, RANKS)
+    t = ops.row_temperature(temperature, row, live)
+    pointers, step = stats_of_row(stats, row, loss_options), n_rows.to(tl.int64) * n_statistics(loss_options)
+    merged = ops.merge_ranks(pointers, step, None, loss_options, load_stats, merge_pair, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, None, None, None)
     factors = row_factors(merged, label, live, 1.0, grads, grad_strides, row, sizes.vocab_size, loss_options)
     x = tl.load(logits + ops.row_begin(row, layout) + column, owned, other=float("-inf"))
     is_target = owned & (column == tl.where(merged.target_logit == float("-inf"), -1, label - shard_start))
-    grad = logits_gradient(x, is_target, 0.0, factors, grads, loss_options)
+    grad = logits_gradient(x, is_target, 0.0, factors, grads, loss_options, t)
     inside, first = lane < sizes.k, row * sizes.k
     tl.store(columns + first + lane, tl.where(owned, column, -1), inside)
     tl.store(values + first + lane, grad, inside)
@@ -149,8 +154,8 @@ def launchers(options: LossOptions, shard: VocabShard) -> Launchers:
         grad_logits.zero_()
         write_columns(columns, values, grad_logits)
 
-    outputs = token_outputs(shard, options)
-    return Launchers(statistics, outputs, gradient, element_mul, widths=(len(options.statistics),))
+    fill_outputs = outputs(label_loss(shard, options))
+    return Launchers(statistics, fill_outputs, gradient, element_mul, widths=(len(options.statistics),))
 
 
 def _sizes(k: int, shard: VocabShard) -> IdsSizes:
@@ -160,7 +165,7 @@ def _sizes(k: int, shard: VocabShard) -> IdsSizes:
 @cache_launches
 def _statistics(rows: Rows, k: int, shard: VocabShard, options: LossOptions) -> Launch:
     lanes, num_warps = lanes_of(k)
-    values = (RowLayout(*rows[0]), _sizes(k, shard), options)
+    values = (RowLayout(*rows.layout), _sizes(k, shard), options)
     return Launch(kept_statistics_kernel, values, lanes, num_warps=num_warps)
 
 
@@ -169,6 +174,6 @@ def _gradient(
     rows: Rows, k: int, strides: tuple[int | None, ...], n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
     lanes, num_warps = lanes_of(k)
-    values = (RowLayout(*rows[0]), _sizes(k, shard), GradOutputs(*strides), options)
+    values = (RowLayout(*rows.layout), _sizes(k, shard), GradOutputs(*strides), options)
     constants = {"RANKS": n_ranks, **lanes}
     return Launch(kept_gradient_kernel, values, constants, num_warps=num_warps)

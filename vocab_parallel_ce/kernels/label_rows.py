@@ -12,9 +12,30 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.labels import merge_pair, row_stats
-from vocab_parallel_ce.kernels.lanes import LaneStats, exp_squared, exp_times_shifted, load_logits
-from vocab_parallel_ce.spec import RowStats
+from vocab_parallel_ce.kernels.algebra import Algebra, KernelLoss
+from vocab_parallel_ce.kernels.labels import (
+    load_stats,
+    merge_pair,
+    row_factors,
+    row_stats,
+    store_outputs,
+    store_stats,
+    tile_gradient,
+)
+from vocab_parallel_ce.kernels.lanes import (
+    LaneStats,
+    exp_squared,
+    exp_times_shifted,
+    load_lanes,
+    load_logits,
+    merge_lanes,
+    no_columns,
+    store_lanes,
+    tile,
+)
+from vocab_parallel_ce.kernels.walk import column_of
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import LossOptions, RowStats
 
 
 class Target(NamedTuple):
@@ -52,9 +73,7 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
 
 
 @triton.jit
-def load_loose_columns(
-    logits, place, target, loss_options, HAS_EDGES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
-):
+def load_loose_columns(row, place, target, HAS_EDGES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
     """Return the ``LooseColumns`` of a row.
 
     Those of a row of units are at most one for each thread of a warp: so the order of their sums does not depend on
@@ -80,11 +99,11 @@ def load_loose_columns(
         is_edge = lane < 0
         inside = (lane < VECTOR) & (target.vector >= 0)
     inside &= offset != target.offset
-    return LooseColumns(load_logits(logits + offset, inside, loss_options), offset, inside, is_edge)
+    return LooseColumns(load_logits(row.logits + offset, inside, row), offset, inside, is_edge)
 
 
 @triton.jit
-def first_maximum(logits, place, target, lanes, loose, target_logit, row_max, loss_options, VECTOR: tl.constexpr):
+def first_maximum(row, place, target, lanes, loose, target_logit, row_max, VECTOR: tl.constexpr):
     """Return the row's first column with ``row_max``, int64.
 
     Each lane knows the first vector with its maximum, which is read again.
@@ -93,7 +112,7 @@ def first_maximum(logits, place, target, lanes, loose, target_logit, row_max, lo
     vectors = lanes.max_vector // VECTOR * VECTOR
     columns = vectors[:, None] + tl.arange(0, VECTOR)[None, :]
     is_read = (lanes.max == row_max)[:, None] & (columns < place.width)
-    z = load_logits(logits + place.first + columns, is_read, loss_options)
+    z = load_logits(row.logits + place.first + columns, is_read, row)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (place.first - place.begin)
     loose_columns = tl.where(loose.z == row_max, loose.offset - place.begin, 2147483647)
@@ -169,21 +188,40 @@ def with_columns(units, unit, stats, loss_options):
 
 
 @triton.jit
-def merge_columns(
+def target_vector(place, label, shard_start, VECTOR: tl.constexpr):
+    """Return the begin of the label's vector, which the walk leaves out."""
+    return locate_target(place, label - shard_start, VECTOR).vector
+
+
+@triton.jit
+def empty(row, place, LANES: tl.constexpr):
+    return no_columns(LANES)
+
+
+@triton.jit
+def finish(
+    lanes,
     row,
     place,
-    target,
-    lanes,
-    loose,
-    target_logit,
-    target_weight,
+    label,
     shard_start,
+    sizes,
     loss_options,
+    LOSS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """Merge the lanes, the loose columns and the label to the ``RowStats`` of a row."""
+    target = locate_target(place, label - shard_start, VECTOR)
+    loose = load_loose_columns(row, place, target, HAS_EDGES, VECTOR, UNITS)
+    target_logit = load_logits(row.logits + target.offset, target.owned, row)
+    target_weight = 0.0
+    if row.class_weight is not None:
+        target_weight = label_weight(
+            row.class_weight, label, label - shard_start, target.owned, sizes.vocab_size, loss_options
+        )
     units = stats_of_lanes(lanes, loss_options, max(UNITS, 1))
     column, unit = loose.offset - place.begin, 0
     z, inside = loose.z, loose.inside
@@ -202,9 +240,54 @@ def merge_columns(
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
-        first = first_maximum(
-            row.logits, place, target, lanes, loose, target_logit, stats.row_max, loss_options, VECTOR
-        )
+        first = first_maximum(row, place, target, lanes, loose, target_logit, stats.row_max, VECTOR)
         is_finite = tl.abs(stats.row_max) < float("inf")
         argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
     return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]
+
+
+@triton.jit
+def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexpr):
+    """Store all outputs, and return the losses."""
+    weight = 1.0
+    if divisor is not None:
+        weight = ops.divisor_weight(divisor, loss_options.class_weight)
+    return store_outputs(outputs, rows, inside, stats, label, weight, sizes.vocab_size, loss_options)
+
+
+@triton.jit
+def factors(
+    stats,
+    second,
+    label,
+    live,
+    divisor,
+    grads,
+    strides,
+    row,
+    shard_start,
+    sizes,
+    loss_options,
+    LOSS: tl.constexpr,
+):
+    """Return the ``RowFactors``, whether the row is read, and the label's column."""
+    weight = 1.0
+    if divisor is not None:
+        weight = ops.divisor_weight(divisor, loss_options.class_weight)
+        if (grads.entropy is None and grads.lse is None) and (grads.sum_sq_probs is None and grads.mean_logit is None):
+            live &= weight != 0  # it divides the loss alone
+    made = row_factors(stats, label, live, weight, grads, strides, row, sizes.vocab_size, loss_options)
+    # A label in an excluded column is no column's target.
+    label = tl.where(stats.target_logit == float("-inf"), -1, label)
+    return made, live, column_of(label, shard_start, sizes.n_valid)
+
+
+LANES = target_vector, empty, tile, merge_lanes, load_lanes, store_lanes, finish
+ALGEBRA = Algebra(*LANES, store_stats, load_stats, merge_pair, outputs, factors, tile_gradient)
+
+
+def label_loss(shard: VocabShard, options: LossOptions) -> KernelLoss:
+    """Return the loss of labels."""
+    smoothed = bool(options.smoothing) or options.mean_logit
+    fields = 2 + 2 * smoothed + options.entropy + options.sum_sq_probs + options.predictions
+    return KernelLoss(ALGEBRA, shard, options, is_pair=False, lane_fields=fields)

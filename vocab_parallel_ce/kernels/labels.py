@@ -1,6 +1,6 @@
 """Cross-entropy with labels: its statistics, outputs and gradient, as ``spec`` has them, as jit functions.
 
-An option's terms are here. ``online_softmax``, ``cross_entropy`` and ``one_pass`` call these functions.
+An option's terms are here. ``label_rows`` and ``one_pass`` call these functions.
 """
 
 from typing import NamedTuple
@@ -26,16 +26,6 @@ class RowFactors(NamedTuple):
     uniform_term: tl.tensor  # of smoothing; subtracted
     mean_term: tl.tensor  # of mean_logit; added
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
-
-
-class GradientRow(NamedTuple):
-    """What the walk of a row passes to :func:`tile_gradient`."""
-
-    logits: tl.tensor  # the base
-    class_weight: tl.tensor  # the pointer; None: all equal, or no smoothing
-    target: tl.tensor  # int32, the label's column; -1 if this rank does not have it
-    grads: tl.tuple  # GradOutputs of pointers
-    loss_options: tl.tuple
 
 
 @triton.jit
@@ -120,6 +110,30 @@ def load_stats(pointers, mask, loss_options, step):
 
 
 @triton.jit
+def store_stats(pointers, stats, loss_options, step):
+    """Store a ``RowStats`` in the order of ``LossOptions.statistics``, ``step`` apart."""
+    tl.store(pointers, stats.row_max)
+    tl.store(pointers + step, stats.others_sum)
+    tl.store(pointers + 2 * step, stats.target_logit)
+    pointers += 3 * step
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
+        tl.store(pointers, stats.shifted_sum)
+        tl.store(pointers + step, stats.n_columns)
+        pointers += 2 * step
+    if loss_options.entropy is not None:
+        tl.store(pointers, stats.exp_shifted_sum)
+        pointers += step
+    if loss_options.predictions is not None:
+        tl.store(pointers, stats.argmax)
+        pointers += step
+    if loss_options.class_weight is not None:
+        tl.store(pointers, stats.target_weight)
+        pointers += step
+    if loss_options.sum_sq_probs is not None:
+        tl.store(pointers, stats.sum_exp_sq)
+
+
+@triton.jit
 def row_stats(numbers):
     """Return the ``RowStats`` of these numbers."""
     return RowStats(*numbers)
@@ -163,15 +177,6 @@ def merge_pair(a, b, loss_options):
         argmax,
         target_weight,
         sum_exp_sq,
-    )
-
-
-@triton.jit
-def merge_ranks(stats, rows, inside, n_rows, loss_options, RANKS: tl.constexpr):
-    """Return the ``RowStats`` of a row, or of a vector of rows, from ``stats [RANKS, n_rows, K]``."""
-    width = n_statistics(loss_options)
-    return ops.merge_ranks(
-        stats + rows * width, n_rows.to(tl.int64) * width, inside, loss_options, load_stats, merge_pair, RANKS
     )
 
 
@@ -302,12 +307,13 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
 
 
 @triton.jit
-def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
+def logits_gradient(x, is_target, uniform, factors, grads, loss_options, temperature=None, threshold=None):
     """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
 
-    ``uniform`` is what smoothing takes from it. The result includes that of each other output that ``grads`` has.
+    ``uniform`` is what smoothing takes from it; ``temperature`` and ``threshold`` are the row's, or None. The result
+    includes that of each other output that ``grads`` has.
     """
-    z, slope = ops.transform(x, loss_options)
+    z, slope = ops.transform(x, loss_options, temperature, threshold)
     exp = ops.exp_shifted(z, factors.shift)
     grad = exp * factors.exp_factor
     if grads.sum_sq_probs is not None:
@@ -320,16 +326,17 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
         grad -= tl.where(z == float("-inf"), 0.0, 0.0 - factors.mean_term)
     grad = tl.where(is_target, factors.target_grad, grad)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
-    if has_slope or loss_options.temperature is not None:
+    if has_slope or temperature is not None:
         grad *= slope
     return grad
 
 
 @triton.jit
 def tile_gradient(factors, tile, row):
-    """Return the gradient of a ``walk.Tile``, as :func:`logits_gradient`."""
+    """Return the gradient of a ``walk.Tile`` of an ``algebra.Row``, as :func:`logits_gradient`."""
     x = tl.load(row.logits + tile.first + tile.at, tile.inside, other=float("-inf"))
     uniform = factors.uniform_term
     if row.class_weight is not None:
         uniform *= tl.load(row.class_weight + tile.column, tile.inside, other=0.0)
-    return logits_gradient(x, tile.column == row.target, uniform, factors, row.grads, row.loss_options)
+    is_target = tile.column == row.target
+    return logits_gradient(x, is_target, uniform, factors, row.grads, row.loss_options, row.temperature, row.threshold)

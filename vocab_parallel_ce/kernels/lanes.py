@@ -19,15 +19,6 @@ import triton.language as tl
 from vocab_parallel_ce.kernels import primitives as ops
 
 
-class LaneRow(NamedTuple):
-    """What the walk of a row passes to :func:`tile`."""
-
-    logits: tl.tensor  # the base
-    class_weight: tl.tensor  # the pointer, or None
-    target_vector: tl.tensor  # begin of the label's vector, from the body's first column; negative if it is not there
-    loss_options: tl.tuple
-
-
 class LaneStats(NamedTuple):
     """What each lane knows of some columns; 0 if no option needs it."""
 
@@ -54,9 +45,10 @@ def exp_squared(z, shift):
 
 
 @triton.jit
-def load_logits(pointers, inside, loss_options):
-    """Return the transformed logits, -inf outside."""
-    return ops.transform(tl.load(pointers, inside, other=float("-inf")), loss_options)[0]
+def load_logits(pointers, inside, row):
+    """Return the transformed logits of an ``algebra.Row``, -inf outside."""
+    x = tl.load(pointers, inside, other=float("-inf"))
+    return ops.transform(x, row.loss_options, row.temperature, row.threshold)[0]
 
 
 @triton.jit
@@ -75,9 +67,9 @@ def tile_stats(tile, row):
     VECTOR: tl.constexpr = tile.column.shape[1]
     zeros = tl.zeros([LANES], tl.float32)
     shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq = zeros, zeros, zeros, zeros
-    is_other = tile.vector != row.target_vector
+    is_other = tile.vector != row.target
     inside = tile.inside & is_other[:, None]
-    z = load_logits(row.logits + tile.first + tile.at, inside, loss_options)
+    z = load_logits(row.logits + tile.first + tile.at, inside, row)
     lane_max = tl.max(z, axis=1)
     shift = ops.finite_or_zero(lane_max)
     if loss_options.smoothing is not None or loss_options.mean_logit is not None:

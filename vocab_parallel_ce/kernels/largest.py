@@ -78,9 +78,10 @@ def sums_above_kernel(
 ):
     """Example: ``[1, 3, 1]``, a number 0, unit 100: 100 + 13 + 13."""
     row = tl.program_id(0).to(tl.int64)
+    t = None
     if temperature is not None:
-        loss_options = LossOptions(*loss_options[:-2], tl.load(temperature + row), None)  # type: ignore[call-arg]
-    z_max = ops.transform(tl.load(row_max + row), loss_options)[0]
+        t = tl.load(temperature + row)
+    z_max = ops.transform(tl.load(row_max + row), loss_options, t)[0]
     place = tl.arange(0, NUMBERS)
     least = tl.load(numbers + row * n_numbers + place, place < n_numbers, other=float("inf")).to(tl.float32)
     total = tl.zeros([NUMBERS, COLUMNS], tl.int64)
@@ -89,7 +90,7 @@ def sums_above_kernel(
         x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("-inf"))
         part = tl.full([COLUMNS], 1, tl.int64)
         if not COUNTS:
-            z = ops.transform(x, loss_options)[0]
+            z = ops.transform(x, loss_options, t)[0]
             part = (ops.exp_shifted(z, z_max) * unit).to(tl.int64)
         total += tl.where(x.to(tl.float32)[None, :] > least[:, None], part[None, :], 0)
     tl.store(sums + row * n_numbers + place, tl.sum(total, axis=1), place < n_numbers)

@@ -18,14 +18,20 @@ from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligne
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 
-assert LossOptions._fields[-2:] == ("temperature", "threshold"), "kernels of values per row replace the last fields"
-Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
-
 # The private launch is what Triton's own launch does in these; tests/kernels/test_launch.py compares them.
 TESTED_TRITON = tuple(minor(row.triton) for row in TESTED)
 # Private: torch.cuda.current_device looks first if CUDA is initialised.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
+
+
+class Rows(NamedTuple):
+    """How the rows of one tensor, or of two, lie, as a part of a launch's key. Layouts are the values of RowLayouts."""
+
+    layout: tuple[int, ...]
+    has_edges: bool
+    other_layout: tuple[int, ...] | None = None  # None: there is one tensor
+    alike: bool = False  # each two rows begin at the same position of a line
 
 
 class Launch:
@@ -72,7 +78,9 @@ class Launch:
         for address in arguments:
             if address:
                 all_bits |= address
-        special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        is_observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed
         variant = self.variants.get(key)
         if special or variant is None:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
@@ -132,12 +140,6 @@ def _no_private_launch() -> str | None:
     return f"triton {triton.__version__} was not tested, only {', '.join(TESTED_TRITON)}"
 
 
-def _is_observed() -> bool:
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 def walk_launch(
     kernel: Any,
     rows: Rows,
@@ -150,9 +152,8 @@ def walk_launch(
 
     ``compiler`` are the compiler's other options.
     """
-    layout, has_edges = rows
-    constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
-    values = (RowLayout(*layout), *values)
+    constants |= {"HAS_EDGES": rows.has_edges, "LANES": block.lanes, "VECTOR": block.vector}
+    values = (RowLayout(*rows.layout), *values)
     return Launch(kernel, values, constants, num_warps=block.num_warps, **(compiler or {}))
 
 
@@ -170,7 +171,18 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
     is_whole = n_columns * size % VECTOR_BYTES == 0
-    return base, (tuple(layout), not is_whole or layout.pitch % line != 0)
+    return base, Rows(tuple(layout), not is_whole or layout.pitch % line != 0)
+
+
+def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Rows]:
+    """Return the bases of two tensors ``[..., C]`` of equal leading dimensions, and their ``Rows``."""
+    base, rows = row_arguments(logits)
+    other_base, (other_layout, *_) = row_arguments(other)
+    line = LINE_BYTES // logits.element_size()  # 8 vectors of the walk
+    a, b = RowLayout(*rows.layout), RowLayout(*other_layout)
+    distances = (x - y for x, y in zip(a, b, strict=True))
+    alike = a[1:3] == b[1:3] and all(distance % line == 0 for distance in distances)
+    return base, other_base, Rows(*rows[:2], other_layout, alike)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -181,7 +193,7 @@ def begin_at_vectors(layout: tuple[int, ...], element_size: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _contiguous_rows(n_columns: int, element_size: int) -> Rows:
-    return (0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0
+    return Rows((0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0)
 
 
 def option_arguments(options: LossOptions) -> LossOptions:

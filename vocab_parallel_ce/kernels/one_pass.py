@@ -236,7 +236,7 @@ def one_pass(
     n_rows, n_columns = targets.labels.shape[0], logits.shape[-1]
     if n_rows == 0:
         return
-    base, (layout, _) = row_arguments(logits)
+    base, (layout, *_) = row_arguments(logits)
     size = logits.element_size()
     config = LABELS.one_pass_config(options, n_columns * size, n_rows if is_reduced else None)
     assert config is not None, "selection leaves rows that do not fit to other kernels"

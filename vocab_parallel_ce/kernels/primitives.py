@@ -260,8 +260,10 @@ def weighted_class(value, weight):
 
 
 @triton.jit
-def transform(x, loss_options):
+def transform(x, loss_options, temperature=None, threshold=None):
     """Return fp32 ``(z, dz/dx)`` of logits, as ``spec.transformed`` does: infinite logits stay infinite.
+
+    ``temperature`` and ``threshold`` are the row's, or None.
 
     The selects also stop the compiler from fusing the product with a later subtraction of the maximum. With
     that, the maximum would differ from itself.
@@ -269,42 +271,60 @@ def transform(x, loss_options):
     slope = 1.0
     is_16_bit: tl.constexpr = x.dtype.primitive_bitwidth == 16
     x = x.to(tl.float32)
-    if loss_options.threshold is not None:
-        x = tl.where(x < loss_options.threshold, float("-inf"), x)
+    if threshold is not None:
+        x = tl.where(x < threshold, float("-inf"), x)
     if loss_options.softcap is not None:
         scale = 1.0
         if loss_options.logit_scale is not None:
             scale = loss_options.logit_scale
         cap = loss_options.softcap.cap
         t, slope = capped(x, scale / cap, is_16_bit and len(loss_options.softcap) == 1)
-        if loss_options.temperature is not None:
-            scale = tl.div_rn(scale, loss_options.temperature)
-            cap = tl.div_rn(cap, loss_options.temperature)
+        if temperature is not None:
+            scale = tl.div_rn(scale, temperature)
+            cap = tl.div_rn(cap, temperature)
         slope *= scale
         x = tl.where(tl.abs(x) < float("inf"), cap * t, x)
     elif loss_options.logit_scale is not None:
         slope = loss_options.logit_scale
-        if loss_options.temperature is not None:
-            slope = tl.div_rn(slope, loss_options.temperature)
+        if temperature is not None:
+            slope = tl.div_rn(slope, temperature)
         x = tl.where(tl.abs(x) == float("inf"), x, x * slope)
-    elif loss_options.temperature is not None:
-        slope = tl.div_rn(1.0, loss_options.temperature)
+    elif temperature is not None:
+        slope = tl.div_rn(1.0, temperature)
         x = tl.where(tl.abs(x) == float("inf"), x, x * slope)
     return x, slope
 
 
 @triton.jit
 def row_temperature(temperature, row, live):
-    """Return the row's temperature: NaN unless it and its inverse are positive and finite, 1 if it is not ``live``."""
-    t = tl.load(temperature + row, live, other=1.0)
-    inverse = 1.0 / t
-    return tl.where((inverse > 0) & (inverse < float("inf")), t, float("nan"))
+    """Return the row's temperature: NaN unless it and its inverse are positive and finite, 1 if it is not ``live``.
+
+    None if the pointer is. Kernels make records of such numbers themselves: Triton 3.6 cannot return None in a tuple.
+    """
+    t = None
+    if temperature is not None:
+        t = tl.load(temperature + row, live, other=1.0)
+        inverse = 1.0 / t
+        t = tl.where((inverse > 0) & (inverse < float("inf")), t, float("nan"))
+    return t
 
 
 @triton.jit
 def row_least(threshold, row, live):
-    """Return the row's threshold: -inf if it is not ``live``."""
-    return tl.load(threshold + row, live, other=float("-inf"))
+    """Return the row's threshold: -inf if it is not ``live``. None if the pointer is."""
+    least = None
+    if threshold is not None:
+        least = tl.load(threshold + row, live, other=float("-inf"))
+    return least
+
+
+@triton.jit
+def load_label(labels, row, mask=None):
+    """Return the label of a row or of a vector of rows, int64. None if the pointer is."""
+    label = None
+    if labels is not None:
+        label = load(labels + row, mask, 0).to(tl.int64)
+    return label
 
 
 @triton.jit

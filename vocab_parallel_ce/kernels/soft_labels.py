@@ -1,4 +1,4 @@
-"""Cross-entropy with probability targets: the algebra of ``losses.soft_labels`` for ``row_*``.
+"""Cross-entropy with probability targets: the algebra of ``losses.soft_labels``.
 
 loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
 dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.walk import Algebra
+from vocab_parallel_ce.kernels.algebra import pair_algebra
 from vocab_parallel_ce.losses.soft_labels import TargetStats
 
 
@@ -46,7 +46,7 @@ def record(numbers):
 
 
 @triton.jit
-def empty(at_label, LANES: tl.constexpr):
+def empty(row, place, LANES: tl.constexpr):
     zeros = tl.zeros([LANES], tl.float32)
     return TargetStats(tl.full([LANES], float("-inf"), tl.float32), zeros, zeros, zeros)
 
@@ -99,10 +99,10 @@ def merge(stats, loss_options):
 
 @triton.jit
 def load(pointers, mask, loss_options, step):
-    row_max = tl.load(pointers, mask, other=float("-inf"))
-    sum_exp = tl.load(pointers + step, mask, other=0.0)
-    target_sum = tl.load(pointers + 2 * step, mask, other=0.0)
-    return TargetStats(row_max, sum_exp, target_sum, tl.load(pointers + 3 * step, mask, other=0.0))
+    row_max = ops.load(pointers, mask, float("-inf"))
+    sum_exp = ops.load(pointers + step, mask, 0.0)
+    target_sum = ops.load(pointers + 2 * step, mask, 0.0)
+    return TargetStats(row_max, sum_exp, target_sum, ops.load(pointers + 3 * step, mask, 0.0))
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def loss(stats, second, loss_options):
 
 
 @triton.jit
-def factors(stats, second, weight, live, loss_options):
+def shares(stats, second, weight, live, loss_options):
     exp_factor = stats.target_sum
     if loss_options.z_loss is not None:
         exp_factor += 2 * loss_options.z_loss * (stats.row_max + tl.log(stats.sum_exp))
@@ -143,4 +143,4 @@ def gradient(factors, tile, row):
     return grad
 
 
-ALGEBRA = Algebra(record, empty, tile, merge_pair, merge, load, store, loss, factors, gradient)
+ALGEBRA = pair_algebra(empty, tile, merge_pair, load, store, gradient, merge, record, loss, shares)

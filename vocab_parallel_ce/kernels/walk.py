@@ -2,20 +2,15 @@
 
 Column ``i`` of one row stands alongside column ``i`` of the other. Their strides and dtypes may differ. The walk's
 vectors are those of the first tensor. If both rows begin at the same position of a line, accesses of the second are
-vectors too; otherwise they are single elements. :class:`Algebra` is a loss of two tensors, as the kernels of ``row_*``
-take it.
+vectors too; otherwise they are single elements.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Launch, row_arguments
-from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -53,15 +48,6 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, shard: VocabShard) -> "Sizes":
         return cls(shard.n_columns if shard.n_columns > shard.n_valid else None, shard.n_valid, shard.vocab_size)
-
-
-class PairRows(NamedTuple):
-    """How the rows of two tensors lie, as a part of a launch's key."""
-
-    layout: tuple[int, ...]
-    other_layout: tuple[int, ...]
-    has_edges: bool
-    alike: bool  # each two rows begin at the same position of a line
 
 
 @triton.jit
@@ -284,80 +270,3 @@ def clear_padding(out, place, sizes, begin, LANES: tl.constexpr):
         for tile in range(sizes.n_valid, end, LANES):
             columns = tile + tl.arange(0, LANES)
             tl.store(out + place.begin + columns, tl.zeros([LANES], out.dtype.element_ty), columns < end)
-
-
-def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, PairRows]:
-    """Return the bases of two tensors ``[..., C]`` of equal leading dimensions, and their ``PairRows``."""
-    base, (layout, has_edges) = row_arguments(logits)
-    other_base, (other_layout, _) = row_arguments(other)
-    line = 128 // logits.element_size()  # 8 vectors of the walk
-    a, b = RowLayout(*layout), RowLayout(*other_layout)
-    distances = (x - y for x, y in zip(a, b, strict=True))
-    alike = a[1:3] == b[1:3] and all(distance % line == 0 for distance in distances)
-    return base, other_base, PairRows(layout, other_layout, has_edges, alike)
-
-
-def pair_launch(
-    kernel: Any,
-    rows: PairRows,
-    values: tuple[Any, ...],
-    shard: VocabShard,
-    block: Block | StatisticsBlock,
-    compiler: dict[str, int] | None = None,
-    **constants: Any,
-) -> Launch:
-    """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``.
-
-    ``compiler`` are the compiler's other options.
-    """
-    has_edges = block.has_edges(shard, rows.has_edges)
-    constants |= {"HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
-    layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)
-    return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps, **(compiler or {}))
-
-
-class Algebra(NamedTuple):
-    """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
-
-    ``stats`` is the loss's record of statistics, ``tile`` a :class:`Tile`, ``row`` a :class:`Row`. ``options`` is the
-    argument ``loss_options``. Options that are off are None.
-    """
-
-    record: Any  # (numbers): the stats of these numbers
-    empty: Any  # (at_label, LANES): stats of lanes that have seen nothing; at_label is the label's logit, -inf if none
-    tile: Any  # (stats, tile, row): each lane's stats with one more tile; stats is None for the first one
-    merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
-    merge: Any  # (stats, options): [UNITS, lanes] over axis 1
-    load: Any  # (pointers, mask, options, step): packed stats, step apart; what mask excludes has no columns
-    store: Any  # (pointers, stats, options, step): pack them
-    loss: Any  # (stats, second, options): of a row or a vector of rows; second are the sums of the second exchange
-    factors: Any  # (stats, second, weight, live, options): what all columns' gradients share; finite if not live
-    gradient: Any  # (factors, tile, row): fp32 of each column; 0 if all logits are -inf and factors are not live
-    second: Any = None  # (sums, tile, (row, stats)): each lane's two sums with one more tile; None for the first one
-    merge_second: Any = None  # (sums): [UNITS, lanes] over axis 1
-
-    @property
-    def cache_key(self) -> str:
-        """What Triton's cache on disk knows this by. By its ``str`` it would load what an edited function was."""
-        return "-".join([function.cache_key for function in self if function is not None])
-
-    def __hash__(self) -> int:
-        """Hash the object: the functions' hashes take a lock each, at every launch."""
-        return id(self)
-
-
-class Row(NamedTuple):
-    """What the walk of a row passes to the functions of a loss."""
-
-    logits: tl.tensor  # the base
-    other: tl.tensor  # the base of what stands alongside the logits
-    class_weight: tl.tensor  # the pointer, or None
-    target: tl.tensor  # int32, the label's column; -1 if this rank does not have it
-    vocab_size: tl.tensor
-    loss_options: tl.tuple
-
-
-@triton.jit
-def load_logits(pointers, inside):
-    """Return the logits in fp32, -inf outside."""
-    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)

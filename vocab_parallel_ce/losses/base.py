@@ -9,7 +9,6 @@ launchers in place of the mathematics, as that of given ids does, whose launcher
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -152,16 +151,13 @@ class Loss:
         return None
 
 
-def bound(
-    kernels: ModuleType, algebra: Any, options: Any, shard: VocabShard, exchanges: tuple[tuple[str, ...], ...]
-) -> Launchers:
-    """Bind the launchers of ``kernels.row_*`` to a loss's algebra, and to its options as kernels take them."""
-    loss = kernels.row_loss.PairLoss(algebra, shard, options)
+def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]) -> Launchers:
+    """Bind the launchers of ``kernels`` to a ``KernelLoss``."""
     return Launchers(
-        functools.partial(kernels.row_statistics.statistics, loss),
-        functools.partial(kernels.row_loss.outputs, loss),
-        functools.partial(kernels.row_loss.gradient, loss),
-        kernels.element_mul,
+        kernels.rows.statistics(loss),
+        kernels.outputs.outputs(loss),
+        kernels.outputs.gradient(loss),
+        kernels.outputs.element_mul,
         widths=tuple(map(len, exchanges)),
-        second=functools.partial(kernels.row_statistics.second, loss) if len(exchanges) > 1 else None,
+        second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
     )

@@ -131,8 +131,8 @@ class DivergenceLoss(Loss):
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        kernel_options = kernels.divergences.kernel_options(options)
-        return bound(kernels, kernels.divergences.ALGEBRA, kernel_options, shard, self.exchanges(options))
+        own = kernels.divergences.kernel_options(options)
+        return bound(kernels, kernels.KernelLoss(kernels.divergences.ALGEBRA, shard, own), self.exchanges(options))
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, OnePassConfig, one_pass_config
-from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
@@ -74,13 +74,7 @@ class LabelLoss(Loss):
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        return Launchers(
-            kernels.online_softmax(shard, options),
-            kernels.token_outputs(shard, options),
-            kernels.cross_entropy(shard, options),
-            kernels.element_mul,
-            widths=(len(options.statistics),),
-        )
+        return bound(kernels, kernels.label_rows.label_loss(shard, options), self.exchanges(options))
 
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
         return (options.statistics,)

@@ -64,7 +64,7 @@ class SoftLabelLoss(Loss):
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        return bound(kernels, kernels.soft_labels.ALGEBRA, options, shard, self.exchanges(options))
+        return bound(kernels, kernels.KernelLoss(kernels.soft_labels.ALGEBRA, shard, options), self.exchanges(options))
 
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
         return (TargetStats._fields,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -210,12 +209,14 @@ def stats(
     """
     options = OPTIONS[option]
     of_parts = torch.float32 if merged else None
-    dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), of_parts, torch.float32, torch.int32 if counted else None)
-    dtypes += (torch.float32 if options.class_weight else None,)
+    weights = torch.float32 if options.class_weight else None
+    dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, of_parts, torch.float32, None)
+    dtypes += (torch.int32 if counted else None,)
     shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
-    launch = launch_of("online_softmax", "_launch", ROWS[edges], shape, shard, options, len(options.statistics))
-    name = "merged_parts" if merged else "online_softmax"
+    loss = launch_of("label_rows", "label_loss", shard, options)
+    launch = launch_of("rows", "_launch", loss, ROWS[edges], shape, len(options.statistics))
+    name = "merged" if merged else "statistics"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
     name += f"-{at_once}" * (at_once > 1) + f"-{units}_units" * (units > 0)
     return Variant("-".join((name, *rows)), launch, dtypes)
@@ -224,10 +225,11 @@ def stats(
 def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), units: int = 0) -> Variant:
     options = OPTIONS[option]
     weights = torch.float32 if options.class_weight else None
-    dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
+    dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, None, torch.float32, torch.int32)
     shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, True, PARTS_AT_ONCE)
-    launch = launch_of("online_softmax", "_launch_of_parts", ROWS[edges], shape, shard, options)
+    loss = launch_of("label_rows", "label_loss", shard, options)
+    launch = launch_of("rows", "_launch_of_parts", loss, ROWS[edges], shape, 1, len(options.statistics))
     name = f"part-{dtype}{'-edges' * edges}-{option}" + f"-{units}_units" * (units > 0)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
@@ -249,24 +251,24 @@ def gradient(
     grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
-    pointers = (fp32, divisor, *grads, DTYPES[of or dtype], weights)
-    dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), *pointers)
+    pointers = (weights, fp32, None, divisor, *grads, DTYPES[of or dtype])
+    dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), *pointers)
     shard = VocabShard(0, n_columns, n_columns - 100 if call == "padded" else 4 * n_columns)
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     of_grad = DTYPES[of or dtype]
-    table_of = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._table
-    table, tiles = table_of(ranks, options, rows != (), shard)
+    loss = launch_of("label_rows", "label_loss", shard, options)
+    table, tiles = launch_of("outputs", "_table", loss, ranks, rows != ())
     block, programs = gradient_shape(8192, shard, of_grad.itemsize, table, tiles)
-    key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options)
-    launch = launch_of("cross_entropy", "_gradient", *key)
-    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
+    key = (loss, ROWS[edges], block, programs > 1, strides, ranks, len(options.statistics))
+    launch = launch_of("outputs", "_gradient", *key)
+    name = f"gradient-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
     name = "-".join((name, *rows, *(("narrow",) * (programs == 1))))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("cross_entropy", "_scaled", ROWS[edges], N_COLUMNS, DTYPES[dtype].itemsize, 3)
+    launch = launch_of("outputs", "_scaled", ROWS[edges], N_COLUMNS, DTYPES[dtype].itemsize, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 
@@ -307,14 +309,17 @@ def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant
 
 def finish(option: str, ranks: int, summed: bool = False) -> Variant:
     dtypes = (
-        torch.int64,
         torch.float32,
+        None,
+        torch.int64,
         torch.int32,
         *output_dtypes(OPTIONS[option]),
         torch.float32 if summed else None,
     )
-    launch = launch_of("cross_entropy", "_outputs", 1024 if summed else 128, ranks, 131072, OPTIONS[option])
-    return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
+    loss = launch_of("label_rows", "label_loss", VocabShard(0, 131072, 131072), OPTIONS[option])
+    key = (loss, 1024 if summed else 128, ranks, len(OPTIONS[option].statistics))
+    launch = launch_of("outputs", "_outputs", *key)
+    return Variant(f"outputs-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
 def one_pass(

@@ -47,7 +47,7 @@ def takes(kernel: Any, parameter: str) -> bool:
 
 def name_of(kernel: Any, algebra: Any) -> str:
     name: str = kernel.fn.__name__
-    return name if algebra is None else f"{name} of {algebra.loss.fn.__module__.rpartition('.')[2]}"
+    return name if algebra is None else f"{name} of {algebra.tile.fn.__module__.rpartition('.')[2]}"
 
 
 @functools.cache
@@ -98,7 +98,6 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
     options = {"none"} | {name for name, value in given.items() if isinstance(value, Tensor)}
     if "loss_options" in given:
         options |= {f"loss_options.{name}" for name, v in given["loss_options"]._asdict().items() if v is not None}
-    options |= {f"loss_options.{name}" for name in ("temperature", "threshold") if given.get(name) is not None}
     options.add(f"ranks={given.get('RANKS')}")
     name = name_of(launch.kernel, given.get("LOSS"))
     return {Entry(name, option, rows) for option in options for rows in _rows(given, tensors)}

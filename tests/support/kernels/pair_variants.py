@@ -10,8 +10,7 @@ import torch
 from tests.support.kernels.variant import DTYPES, N_COLUMNS, OPTIONS, ROWS, Variant, launch_of, shard_and_block
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, READ_PAIRS, StatisticsShape, choose_block
 from vocab_parallel_ce.kernels import divergences, soft_labels
-from vocab_parallel_ce.kernels.row_loss import PairLoss
-from vocab_parallel_ce.kernels.walk import Algebra, PairRows
+from vocab_parallel_ce.kernels.algebra import Algebra, KernelLoss
 from vocab_parallel_ce.losses.divergences import DivergenceOptions
 
 
@@ -52,34 +51,35 @@ def of_algebra(
     ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
     ``padding``: columns of a shard that is the last one.
     """
-    rows, logits = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), DTYPES[dtype]
+    rows, logits = ROWS[edges]._replace(other_layout=ROWS[edges].layout, alike=True), DTYPES[dtype]
     shard, block = shard_and_block(dtype, edges, units)
     if padding:
         shard = shard._replace(vocab_size=N_COLUMNS - padding)
-    fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, PairLoss(algebra, shard, options)
+    fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, KernelLoss(algebra, shard, options)
     gathered = (4, widths[0])
     whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
     dtypes: tuple[torch.dtype | None, ...]
     for parts in (None, fp32):
         # Of cut rows the parts of the second exchange follow.
-        dtypes = (logits, *beside, parts, fp32, second if parts is None else None)
+        of_rows = (logits, *beside[:2], None, None, beside[2])
+        dtypes = (*of_rows, parts, fp32, second if parts is None else None, None)
         shape = whole if parts is None else cut
-        launch = launch_of("row_statistics", "_statistics", loss, rows, shape, widths[0])
+        launch = launch_of("rows", "_launch", loss, rows, shape, widths[0])
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
-        dtypes = (logits, *beside, stats, fp32)
-        launch = launch_of("row_statistics", "_launch_of_parts", loss, rows, cut, *gathered)
+        dtypes = (*of_rows, stats, fp32, None)
+        launch = launch_of("rows", "_launch_of_parts", loss, rows, cut, *gathered)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
-    dtypes = (logits, *beside, fp32, second, None, fp32, logits)
+    dtypes = (*of_rows, fp32, second, None, fp32, None, None, None, None, logits)
     for is_cut in (False, True):
-        key = (loss, rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, *gathered)
-        launch = launch_of("row_loss", "_gradient", *key)
+        block, strides = choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), (1, None, None, None, None)
+        launch = launch_of("outputs", "_gradient", loss, rows, block, is_cut, strides, *gathered)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
-    dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", "_outputs", loss, *gathered)
-    yield Variant(name.format("loss"), launch, dtypes)
+    dtypes = (fp32, second, beside[1], fp32, fp32, None, None, None, None, None, None)
+    launch = launch_of("outputs", "_outputs", loss, 128, *gathered)
+    yield Variant(name.format("outputs"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)
         key = (loss, rows, whole if parts is None else cut, *gathered)
-        launch = launch_of("row_statistics", "_second", *key)
+        launch = launch_of("rows", "_second", *key)
         yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vocab_parallel_ce.blocks import StatisticsBlock, statistics_block, unit_block
-from vocab_parallel_ce.kernels.launch import Launch
+from vocab_parallel_ce.kernels.launch import Launch, Rows
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
@@ -38,8 +38,8 @@ class Variant(NamedTuple):
     is_specialised: bool = False  # the compiler knows which integers 16 divides, as in a launch
 
 
-# The layout of rows without and with edges, and whether they have edges.
-ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
+# Of one tensor, without and with edges.
+ROWS = Rows((0, 1, 1, N_COLUMNS, 0, 0), False), Rows((0, 1, 1, N_COLUMNS + 3, 0, 0), True)
 
 
 def launch_of(file: str, maker: str, *key: Any) -> Any:

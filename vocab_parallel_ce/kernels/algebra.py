@@ -1,0 +1,227 @@
+"""A loss as kernels take it: a record of jit functions, and what the losses of two tensors have in common.
+
+    dloss/dx_i = gradient(factors(merged statistics, grads / divisor), x_i)
+
+``rows`` has the statistics of every loss, ``outputs`` what is made of those of all ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from vocab_parallel_ce.blocks import Block, StatisticsBlock
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Launch, Rows, walk_launch
+from vocab_parallel_ce.kernels.walk import Sizes, column_of, walk_edges
+from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.shard import VocabShard
+
+
+class Algebra(NamedTuple):
+    """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
+
+    ``stats`` is the loss's record of statistics, ``lanes`` that of what each lane knows, of pairs ``stats`` too.
+    ``second`` are the sums of the second exchange, or None. ``tile`` is a ``walk.Tile``, ``row`` a ``Row``.
+    ``options`` is the argument ``loss_options``: those that are off are None.
+    """
+
+    target: Any  # (place, label, shard_start, VECTOR): int32, what the row of the statistics knows of its label
+    empty: Any  # (row, place, LANES): lanes that have seen nothing
+    tile: Any  # (lanes, tile, row): lanes with one more tile; None for the first one
+    merge_lanes: Any  # (a, b, options): lanes of two sets of columns, those of b after those of a
+    load_lanes: Any  # (pointers, mask, options, step): packed lanes, step apart
+    store_lanes: Any  # (pointers, lanes, options, step): pack them
+    finish: Any  # (lanes, row, place, label, shard_start, sizes, options, LOSS, HAS_EDGES, LANES, VECTOR, UNITS): stats
+    store: Any  # (pointers, stats, options, step): pack them
+    load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns; None is nothing
+    merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
+    outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options, LOSS): store; return losses
+    # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options, LOSS): what the gradients
+    # of a row's columns share, finite if not live; whether the row is read; the label's column, -1 if it is elsewhere
+    factors: Any
+    gradient: Any  # (factors, tile, row): fp32 of each column; 0 if all logits are -inf and factors are not live
+    # Of pairs alone.
+    merge: Any = None  # (stats, options): [UNITS, lanes] over axis 1
+    record: Any = None  # (numbers): the stats of these numbers
+    loss: Any = None  # (stats, second, options): of a row or a vector of rows
+    shares: Any = None  # (stats, second, weight, live, options): factors; weight is grad_output / divisor
+    second: Any = None  # (sums, tile, (row, stats)): each lane's two sums with one more tile; None for the first one
+    merge_second: Any = None  # (sums): [UNITS, lanes] over axis 1
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache on disk knows this by. By its ``str`` it would load what an edited function was."""
+        return "-".join([function.cache_key for function in self if function is not None])
+
+    def __hash__(self) -> int:
+        """Hash the object: the functions' hashes take a lock each, at every launch."""
+        return id(self)
+
+
+class KernelLoss(NamedTuple):
+    """What launchers are bound to: a loss as kernels take it."""
+
+    algebra: Algebra
+    shard: VocabShard
+    options: Any
+    is_pair: bool = True  # something stands alongside each logit
+    lane_fields: int = 0  # of labels: numbers that a lane stores of a part; of pairs 0: its statistics
+
+    def launch(
+        self,
+        kernel: Any,
+        rows: Rows,
+        values: tuple[Any, ...],
+        block: Block | StatisticsBlock,
+        constants: dict[str, Any],
+        compiler: dict[str, int] | None = None,
+    ) -> Launch:
+        """Return the Launch of a kernel that walks rows: both layouts come first, and LOSS before ``constants``."""
+        rows = rows._replace(has_edges=block.has_edges(self.shard, rows.has_edges))
+        other = None if rows.other_layout is None else RowLayout(*rows.other_layout)
+        constants = {"LOSS": self.algebra, **constants, "ALIKE": rows.alike}
+        values = (other, Sizes.of(self.shard), *values, self.options)
+        return walk_launch(kernel, rows, values, block, compiler, **constants)
+
+
+class Row(NamedTuple):
+    """What the walk of a row passes to the functions of a loss. Kernels make it: no function may return its None."""
+
+    logits: tl.tensor  # the base
+    other: tl.tensor  # the base of what stands alongside the logits, or None
+    class_weight: tl.tensor  # the pointer, or None
+    target: tl.tensor  # int32, of the statistics what ``target`` returned; of the gradient the label's column, or -1
+    vocab_size: tl.tensor
+    loss_options: tl.tuple
+    temperature: tl.tensor  # the row's, or None
+    threshold: tl.tensor  # the row's, or None
+    grads: tl.tuple = None  # GradOutputs of pointers, of a gradient
+
+
+@triton.jit
+def merged_ranks(stats, rows, mask, n_rows, loss_options, LOSS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr):
+    """Return the statistics of a row or of a vector of rows, from ``stats [RANKS, n_rows, WIDTH]``."""
+    step = n_rows.to(tl.int64) * WIDTH
+    return ops.merge_ranks(stats + rows * WIDTH, step, mask, loss_options, LOSS.load, LOSS.merge_pair, RANKS)
+
+
+@triton.jit
+def summed_ranks(second, rows, mask, n_rows, RANKS: tl.constexpr):
+    """Return the two sums of ``rows`` in the second exchange, over the ranks; None if ``second`` is."""
+    sums = None
+    if second is not None:
+        step = n_rows.to(tl.int64) * 2
+        sums = ops.merge_ranks(second + rows * 2, step, mask, None, load_sums, add_sums, RANKS)
+    return sums
+
+
+@triton.jit
+def load_sums(pointers, mask, loss_options, step):
+    """Return the two sums of a second exchange, ``step`` apart."""
+    return ops.load(pointers, mask, 0.0), ops.load(pointers + step, mask, 0.0)
+
+
+@triton.jit
+def add_sums(a, b, loss_options):
+    """Return the two sums of two sets of columns."""
+    return a[0] + b[0], a[1] + b[1]
+
+
+@triton.jit
+def as_they_are(numbers):
+    return numbers
+
+
+@triton.jit
+def in_units(lanes, UNITS: tl.constexpr):
+    """Return the numbers of lanes, ``[LANES]`` each, as ``[n, LANES // n]``, of n units or of the row."""
+    n: tl.constexpr = max(UNITS, 1)
+    return [tl.reshape(x, [n, x.shape[0] // n]) for x in lanes]
+
+
+# Of a loss of two tensors.
+
+
+@triton.jit
+def pair_target(place, label, shard_start, VECTOR: tl.constexpr):
+    """Return the label's column, -1 if this rank does not have it."""
+    target = tl.full((), -1, tl.int32)
+    if label is not None:
+        target = column_of(label, shard_start, place.n_columns)
+    return target
+
+
+@triton.jit
+def finish_pair(
+    lanes,
+    row,
+    place,
+    label,
+    shard_start,
+    sizes,
+    loss_options,
+    LOSS: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Walk the edges, and merge the lanes to the statistics of a row."""
+    lanes = walk_edges(place, lanes, row, LOSS.tile, HAS_EDGES, LANES, VECTOR, UNITS)
+    units = LOSS.merge(LOSS.record(in_units(lanes, UNITS)), loss_options)
+    return ops.merge_tree(units, loss_options, LOSS.merge_pair, LOSS.record)
+
+
+@triton.jit
+def pair_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexpr):
+    """Store the losses, and return them."""
+    losses = LOSS.loss(stats, second, loss_options)
+    if label is not None:
+        losses = ops.at_the_edges(losses, label, sizes.vocab_size, loss_options)
+    if divisor is not None:
+        losses = ops.weighted(losses, ops.divisor_weight(divisor))
+    tl.store(outputs.loss + rows, losses, inside)
+    return losses
+
+
+@triton.jit
+def pair_factors(
+    stats,
+    second,
+    label,
+    live,
+    divisor,
+    grads,
+    strides,
+    row,
+    shard_start,
+    sizes,
+    loss_options,
+    LOSS: tl.constexpr,
+):
+    """Return the loss's ``shares``, whether the row is read, and the label's column."""
+    weight = 1.0
+    if grads.loss is not None:
+        weight = tl.load(grads.loss + row * strides.loss)
+    if divisor is not None:
+        share = ops.divisor_weight(divisor)
+        weight *= share
+        live &= share != 0
+    target = tl.full((), -1, tl.int32)
+    if label is not None:
+        weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
+        target = column_of(label, shard_start, sizes.n_valid)
+    return LOSS.shares(stats, second, weight, live, loss_options), live, target
+
+
+def pair_algebra(empty: Any, tile: Any, merge_pair: Any, load: Any, store: Any, gradient: Any, *others: Any) -> Algebra:
+    """Return the algebra of a loss of two tensors, whose lanes know what ranks know; ``others`` from ``merge`` on."""
+    lanes = pair_target, empty, tile, merge_pair, load, store, finish_pair
+    return Algebra(*lanes, store, load, merge_pair, pair_outputs, pair_factors, gradient, *others)
+
+
+@triton.jit
+def load_logits(pointers, inside):
+    """Return the logits in fp32, -inf outside."""
+    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)

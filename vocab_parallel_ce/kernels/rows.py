@@ -1,0 +1,390 @@
+"""Statistics of every row of a vocabulary shard, of any loss, in one read of it.
+
+    statistics   what this rank's columns contribute to the first exchange, on one rank to the second one too
+    second       the sums of a second exchange, over columns, which need the statistics of all ranks
+
+A loss is an ``Algebra``. One program per row. Each lane has its own statistics of each part of the row, a few tiles,
+and merges the parts one after the other; lanes are merged once, at the end of the row. If there are few rows, each part
+of a row has a program of its own, ``part_kernel``, which stores what its lanes know. The kernels above then merge the
+stored parts, in the order in which they merge them if they walk the row themselves: the same bits.
+
+Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernels read the shard once and write 4 K bytes
+per row, and of few rows up to 1 KiB per part and field. They read no ignored row and no padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape, units_of
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, add_sums, as_they_are, in_units, load_sums, merged_ranks
+from vocab_parallel_ce.kernels.launch import (
+    Launch,
+    Rows,
+    begin_at_vectors,
+    cache_launches,
+    pair_arguments,
+    row_arguments,
+)
+from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_edges, walk_parts
+
+
+@triton.jit
+def count_labels(labels, n_rows, ignore_index):
+    """Count the labels that are not ``ignore_index``, 512 at a time, which fit in one warp's registers."""
+    count = tl.zeros([512], tl.int32)
+    for first_row in range(0, n_rows, 512):
+        rows = first_row + tl.arange(0, 512)
+        inside = rows < n_rows
+        label = tl.load(labels + rows, inside, other=0).to(tl.int64)
+        count += (inside & (label != ignore_index)).to(tl.int32)
+    return tl.sum(count)
+
+
+@triton.jit
+def parts_of_row(
+    sizes, unit_width, LANES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr
+):
+    """Return the parts of a row, or of each unit of it, and the columns of a part."""
+    width = LANES // max(UNITS, 1) * VECTOR * TILES
+    n_columns = sizes.n_valid
+    if UNITS > 0:
+        n_columns = unit_width
+    return tl.cdiv(n_columns, width), width
+
+
+@triton.jit
+def second_of_row(
+    place,
+    row,
+    stats,
+    parts,
+    n_parts,
+    pointer,
+    LOSS: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Store a row's two sums of the second exchange at ``pointer``. ``parts``: pointers, or None."""
+    zeros = tl.zeros([LANES], tl.float32)
+    both = (row, stats)
+    if parts is None:
+        sums = walk_parts(
+            place, (zeros, zeros), both, None, LOSS.second, add_sums, HAS_EDGES, LANES, VECTOR, UNITS, TILES
+        )
+    else:
+        sums = merge_parts(parts, n_parts, (zeros, zeros), None, load_sums, add_sums, 2, UNROLLED)
+    sums = walk_edges(place, sums, both, LOSS.second, HAS_EDGES, LANES, VECTOR, UNITS)
+    sums = ops.merge_tree(LOSS.merge_second(in_units(sums, UNITS)), None, add_sums, as_they_are)
+    tl.store(pointer, sums[0])
+    tl.store(pointer + 1, sums[1])
+
+
+@triton.jit(do_not_specialize=["n_rows", "shard_start"])
+def part_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands alongside the logits; or None
+    labels,  # [N] int64|int32, or None
+    temperature,  # [N] fp32, or None: 1
+    threshold,  # [N] fp32, smaller logits are excluded; or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    stats,  # [R, N, K] fp32, for the second exchange's parts; or None: the first one's
+    parts,  # [N, n_parts, fields or 2, LANES] fp32, out
+    valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    unit_width,  # columns of a unit
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    shard_start,
+    LOSS: tl.constexpr,  # Algebra
+    FIELDS: tl.constexpr,  # that a lane stores
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,
+    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
+    TILES: tl.constexpr,  # of a part
+    ALIKE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
+    program = tl.program_id(0)
+    if valid_rows is not None:
+        if program == 0:
+            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
+            return
+        program -= 1
+    n_parts, width = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
+    index, begin = (program // n_parts).to(tl.int64), program % n_parts * width
+    label = ops.load_label(labels, index)
+    live, n_columns = index >= 0, sizes.n_valid
+    if label is not None:
+        live = label != loss_options.ignore_index
+        n_columns = tl.where(live, n_columns, 0)  # nothing of an ignored row is read
+    t = ops.row_temperature(temperature, index, live)
+    least = ops.row_least(threshold, index, live)
+    place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
+    target = LOSS.target(place, label, shard_start, VECTOR)
+    row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
+    if stats is None:
+        lanes = part_of_row(place, begin, row, LOSS.tile, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
+        LOSS.store_lanes(lane_pointers(parts, program, FIELDS, LANES), lanes, loss_options, LANES)
+    else:
+        merged = merged_ranks(stats, index, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
+        sums = part_of_row(place, begin, (row, merged), LOSS.second, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
+        pointers = lane_pointers(parts, program, 2, LANES)
+        tl.store(pointers, sums[0])
+        tl.store(pointers + LANES, sums[1])
+
+
+@triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
+def statistics_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands alongside the logits; or None
+    labels,  # [N] int64|int32, or None
+    temperature,  # [N] fp32, or None: 1
+    threshold,  # [N] fp32, smaller logits are excluded; or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    parts,  # [N, n_parts, fields, LANES] fp32, of part_kernel; or None: this kernel walks the rows
+    stats,  # [R, N, K or more] fp32, out: the first K of this rank's rows
+    second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
+    valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    unit_width,  # columns of a unit
+    stats_width,  # numbers from a row of stats to the next one
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    shard_start,
+    stats_start,  # this rank's first row in stats
+    LOSS: tl.constexpr,  # Algebra
+    FIELDS: tl.constexpr,  # that a lane stores
+    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
+    TILES: tl.constexpr,  # of a part
+    UNROLLED: tl.constexpr,  # parts that are loaded together
+    ALIKE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example, labels: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
+
+    With smoothing or mean_logit also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``, with
+    sum_sq_probs ``1.1536``. Probabilities ``[0, 0.5, 0.5]`` of the same row give ``(3, 1.5032, 1, -0.5)``.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    if valid_rows is not None:
+        # The first program counts the labels while the others read logits: no launch, no atomics. The last one would
+        # begin when most have ended.
+        if index == 0:
+            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
+            return
+        index -= 1
+    label = ops.load_label(labels, index)
+    live, n_columns = index >= 0, sizes.n_valid
+    if label is not None:
+        live = label != loss_options.ignore_index
+        n_columns = tl.where(live, n_columns, 0)  # nothing of an ignored row is read
+    t = ops.row_temperature(temperature, index, live)
+    least = ops.row_least(threshold, index, live)
+    place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
+    target = LOSS.target(place, label, shard_start, VECTOR)
+    row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
+    lanes = LOSS.empty(row, place, LANES)
+    if parts is None:
+        lanes = walk_parts(
+            place,
+            lanes,
+            row,
+            loss_options,
+            LOSS.tile,
+            LOSS.merge_lanes,
+            HAS_EDGES,
+            LANES,
+            VECTOR,
+            UNITS,
+            TILES,
+            UNROLLED,
+        )
+    else:
+        n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
+        pointers = lane_pointers(parts, index * n_parts, FIELDS, LANES)
+        lanes = merge_parts(pointers, n_parts, lanes, loss_options, LOSS.load_lanes, LOSS.merge_lanes, FIELDS, UNROLLED)
+    merged = LOSS.finish(
+        lanes, row, place, label, shard_start, sizes, loss_options, LOSS, HAS_EDGES, LANES, VECTOR, UNITS
+    )
+    LOSS.store(stats + (stats_start + index) * stats_width, merged, loss_options, 1)
+    if second is not None:
+        second_of_row(
+            place, row, merged, None, 0, second + 2 * index, LOSS, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED
+        )
+
+
+@triton.jit(do_not_specialize=["n_rows", "second_start"])
+def second_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands alongside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    parts,  # [N, n_parts, 2, LANES] fp32, of part_kernel; or None: this kernel walks the rows
+    stats,  # [R, N, K] fp32
+    second,  # [R, N, 2] fp32, out: this rank's rows
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    unit_width,  # columns of a unit
+    loss_options,  # the loss's own
+    n_rows,
+    second_start,  # this rank's first row in second
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,
+    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
+    TILES: tl.constexpr,  # of a part
+    UNROLLED: tl.constexpr,  # parts that are loaded together
+    ALIKE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
+    index = tl.program_id(0).to(tl.int64)
+    merged = merged_ranks(stats, index, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
+    label = ops.load_label(labels, index)
+    n_columns = sizes.n_valid
+    if label is not None:
+        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+    place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
+    row = Row(logits, other, class_weight, None, sizes.vocab_size, loss_options, None, None)
+    n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
+    if parts is not None:
+        parts = lane_pointers(parts, index * n_parts, 2, LANES)
+    pointer = second + 2 * (second_start + index)
+    second_of_row(place, row, merged, parts, n_parts, pointer, LOSS, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED)
+
+
+def statistics(loss: KernelLoss) -> Callable[..., None]:
+    """Return the launcher of the statistics, and of a single rank of those of its second exchange."""
+    second_too = second(loss)
+
+    @cache_launches
+    def launches(
+        rows: Rows, n_rows: int, n_tensors: int, size: int, width: int, units: int
+    ) -> tuple[StatisticsShape, Launch, Launch | None]:
+        shape = statistics_shape(n_rows, loss.shard, size, n_tensors, units)
+        part = _launch_of_parts(loss, rows, shape, 1, width) if shape.is_cut else None
+        return shape, _launch(loss, rows, shape, width), part
+
+    def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int, count: Tensor | None = None) -> None:
+        """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``; of more than K numbers the first.
+
+        ``count [1]`` int32, if given, gets the number of labels that are not ignored.
+        """
+        n_ranks, n_rows, width = stats[0].shape
+        tensors, rows, units = _read(loss, logits, targets, rank, n_ranks)
+        shape, launch, part = launches(rows, n_rows, 1 + (tensors[1] is not None), tensors[0].itemsize, width, units)
+        parts, counted, has_both = None, count, n_ranks == 1 and len(stats) > 1
+        if part is not None:
+            block, fields = shape.block, part.constants["FIELDS"]
+            parts = stats[0].new_empty(n_rows, block.n_parts, fields, block.lanes)
+            n_programs = n_rows * block.n_parts + (count is not None)
+            part(n_programs, (*tensors, None, parts, count), (n_rows, loss.shard.start))
+            counted = None
+        # Programs of parts need the statistics of the row: those of the second exchange follow.
+        sums = stats[1] if has_both and part is None else None
+        sizes = (n_rows, loss.shard.start, rank * n_rows)
+        launch(n_rows + (counted is not None), (*tensors, parts, stats[0], sums, counted), sizes)
+        if has_both and part is not None:
+            second_too(logits, targets, stats, rank)
+
+    return fill
+
+
+def second(loss: KernelLoss) -> Callable[..., None]:
+    """Return the launcher of the second exchange's sums."""
+
+    def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
+        """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
+        n_ranks, n_rows, width = stats[0].shape
+        tensors, rows, units = _read(loss, logits, targets, rank, n_ranks)
+        shape = statistics_shape(n_rows, loss.shard, tensors[0].itemsize, 2, units)
+        parts, block = None, shape.block
+        if shape.is_cut:
+            parts = stats[0].new_empty(n_rows, block.n_parts, 2, block.lanes)
+            part = _launch_of_parts(loss, rows, shape, n_ranks, width)
+            part(n_rows * block.n_parts, (*tensors, stats[0], parts, None), (n_rows, loss.shard.start))
+        launch = _second(loss, rows, shape, n_ranks, width)
+        launch(n_rows, (*tensors[:3], tensors[5], parts, *stats), (n_rows, rank * n_rows))
+
+    return fill
+
+
+def _read(loss: KernelLoss, logits: Tensor, targets: Any, rank: int, n_ranks: int) -> tuple[tuple[Any, ...], Rows, int]:
+    """Return the tensors that are read, in the order of the kernels, how the rows lie, and their units."""
+    other = None
+    if loss.is_pair:
+        base, other, rows = pair_arguments(logits, targets[0])
+    else:
+        base, rows = row_arguments(logits)
+    is_aligned = (other is None or rows.alike) and begin_at_vectors(rows.layout, base.itemsize)
+    units = units_of(loss.shard, rank, n_ranks, base.itemsize) if is_aligned else 0
+    labels, class_weight = getattr(targets, "labels", None), getattr(targets, "class_weight", None)
+    temperature, threshold = getattr(targets, "temperature", None), getattr(targets, "threshold", None)
+    return (base, other, labels, temperature, threshold, class_weight), rows, units
+
+
+@cache_launches
+def _launch(loss: KernelLoss, rows: Rows, shape: StatisticsShape, width: int) -> Launch:
+    at_once, compiler = _parts_at_once(loss, shape, shape.block.has_edges(loss.shard, rows.has_edges))
+    values, constants = _of_shape(loss, shape)
+    constants = {"FIELDS": loss.lane_fields or width, **constants, "UNROLLED": at_once}
+    return loss.launch(statistics_kernel, rows, (*values, width), shape.block, constants, compiler)
+
+
+def _parts_at_once(loss: KernelLoss, shape: StatisticsShape, has_edges: bool) -> tuple[int, dict[str, int]]:
+    """Return how many parts a program loads together, and the compiler's options for that.
+
+    Without a bound of registers, ptxas takes few, and loads the second part, or tile, when it has used the first.
+    """
+    block, is_cut, at_once = shape
+    if is_cut:
+        return PARTS_AT_ONCE if loss.is_pair else at_once, {}
+    if loss.is_pair:
+        if getattr(loss.options, "beta", None) is not None:
+            return 1, {"maxnreg": 64 if has_edges or block.units else 40}
+        return 1, {"maxnreg": 56} if block.units > 1 else {}
+    if at_once > 1 and (loss.lane_fields > 2 or loss.options.softcap is not None):
+        # Several parts of logits would take too many registers; without softcap, two do not.
+        return (1, {}) if loss.options.softcap is not None else (2, {"maxnreg": 64})
+    return at_once, {"maxnreg": 64} if block.units else {}
+
+
+@cache_launches
+def _second(loss: KernelLoss, rows: Rows, shape: StatisticsShape, n_ranks: int, width: int) -> Launch:
+    values, constants = _of_shape(loss, shape)
+    constants = {"WIDTH": width, "RANKS": n_ranks, **constants, "UNROLLED": PARTS_AT_ONCE}
+    return loss.launch(second_kernel, rows, values, shape.block, constants)
+
+
+@cache_launches
+def _launch_of_parts(loss: KernelLoss, rows: Rows, shape: StatisticsShape, n_ranks: int, width: int) -> Launch:
+    values, constants = _of_shape(loss, shape)
+    constants = {"FIELDS": loss.lane_fields or width, "WIDTH": width, "RANKS": n_ranks, **constants}
+    return loss.launch(part_kernel, rows, values, shape.block, constants)
+
+
+def _of_shape(loss: KernelLoss, shape: StatisticsShape) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Return the values and constants that a launch shape gives to all kernels of the statistics."""
+    block = shape.block
+    return (block.unit_width(loss.shard),), {"UNITS": block.units, "TILES": block.tiles}
