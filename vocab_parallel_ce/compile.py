@@ -37,7 +37,7 @@ from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, by
 from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head, Tokens, check, passed
+from vocab_parallel_ce.targets import Head, Tokens, check, present
 
 # What the public functions call while they are traced.
 
@@ -84,7 +84,7 @@ def _outputs(
     """Call an operator, and return the outputs by their names."""
     # Here, since the dispatcher makes numbers of bools, and a fake does not see what requires a gradient.
     check_settings(settings, group_position(group)[1])
-    for name, target, _ in passed(targets):
+    for name, target, _ in present(targets):
         checks.check_requires_no_gradient(name, target)
     divisor = divisor_of(num_items, settings.reduction, inputs[0])
     constants = loss.name, None if group is None else group.group_name, *values_of(settings), *head

@@ -25,7 +25,7 @@ from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.summed import check_summed
-from vocab_parallel_ce.targets import Tokens, are_local, check, check_memory, local
+from vocab_parallel_ce.targets import Tokens, are_prepared, check, check_memory, prepare
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
 top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     other_outputs: dict[str, torch.dtype]  # fields of TokenOutputs alongside the loss that are asked for, in order
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
-    takes_targets: bool = False  # whether launchers take a caller's targets as they are
+    is_prepared: bool = False  # whether a caller's targets are prepared as they are
 
 
 class Call(NamedTuple):
@@ -127,17 +127,17 @@ def plan_call(
     check_not_overwritten(logits)
     if plan.gradient in IN_PLACE:  # of each call: hooks come and go
         check_no_hooks(plan.gradient, logits)
-    local_targets = targets
-    if not plan.takes_targets:
+    prepared = targets
+    if not plan.is_prepared:
         tokens = Tokens(logits, "logits", logits.shape[:-1])
         check_memory(targets, tokens, settings)
-        local_targets = local(targets, tokens, settings, plan)
+        prepared = prepare(targets, tokens, settings, plan)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     if verify.open_calls:
         if plan.n_ranks > 1:
             check_summed(logits)
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
-    return Call(plan, group, divisor), local_targets
+    return Call(plan, group, divisor), prepared
 
 
 def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...] | None, plan: Any) -> None:
@@ -156,7 +156,7 @@ def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, p
     check(targets, tokens, settings)
     loss.check(targets, tokens, settings)
     plan = plan_of(loss, logits, targets, settings, *position)
-    return plan._replace(takes_targets=are_local(targets, settings))
+    return plan._replace(is_prepared=are_prepared(targets, settings))
 
 
 def checked_divisor(num_items: float | Tensor, reduction: str, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Targets: the tensors that stand alongside logits. A role says of what a tensor has numbers; the rest follows.
+"""Targets: the tensors that stand alongside logits. A role says which axes a tensor has; the rest follows.
 
 A loss declares its targets as a NamedTuple whose fields are ``Annotated`` with a role: :class:`RowIds`,
 :class:`RowNumbers`, :class:`Columns`, or :class:`Grid`; of another head, :class:`HeadStates` or :class:`HeadRows`. From
@@ -50,7 +50,7 @@ class Head(NamedTuple):
 
 
 class Role:
-    """Of what a target has numbers. ``name`` is the caller's name of it, if the field has another."""
+    """Which axes a target has: rows, columns, or both. ``name`` is the caller's, if the field has another."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -65,22 +65,23 @@ class Role:
     def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         """Raise unless the memory of a target can be read where it lies, in backward too."""
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         """Return the checked target as launchers take it: flat rows, this rank's columns."""
         raise NotImplementedError
 
-    def is_local(self, target: Tensor, settings: Settings) -> bool:
-        """Whether that is the caller's target itself, in all calls of its shape and layout: never of one whose
-        memory is checked.
+    def is_prepared(self, target: Tensor, settings: Settings) -> bool:
+        """Return whether :meth:`prepare` returns the target itself, in all calls of its shape and layout.
+
+        Never that of a target whose memory is checked.
         """
         return False
 
     def in_order(self, target: Tensor, order: Any, settings: Settings) -> Tensor:
-        """Return a local target in the order of a head's rows, a ``TokenOrder``."""
+        """Return a prepared target in the order of a head's rows, a ``TokenOrder``."""
         return target
 
     def at(self, target: Tensor, rows: slice) -> Tensor:
-        """Return what some rows need of a local target."""
+        """Return what some rows need of a prepared target."""
         return target
 
 
@@ -101,12 +102,12 @@ class RowIds(Role):
                 expected = f"that of all ranks' tokens, {tuple(tokens.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if checks.looks_at(target, settings.check_labels):
             checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
         return savable(flat(target))
 
-    def is_local(self, target: Tensor, settings: Settings) -> bool:
+    def is_prepared(self, target: Tensor, settings: Settings) -> bool:
         can_be_saved = target.is_contiguous() and not target.is_inference() and not target.is_neg()
         return target.dim() == 1 and can_be_saved and not checks.may_look_at(target, settings.check_labels)
 
@@ -130,7 +131,7 @@ class RowNumbers(Role):
             expected = f"1 element, or the shape of the labels, {tuple(tokens.shape)}"
             raise ValueError(f"{name}: expected {expected}, got shape {tuple(target.shape)}")
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         values = flat(target.detach().to(compute_dtype(tokens.tensor.dtype)))
         if values.numel() == 1:
             values = values.expand(torch.Size(tokens.shape).numel()).contiguous()
@@ -149,7 +150,7 @@ class Columns(Role):
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         checks.check_floating(name, target, tokens.tensor, tokens.subject)
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         """Return ``[n]`` of the valid columns, of the arithmetic's dtype, at a boundary of 16 bytes."""
         shard: VocabShard = plan.shard
         shape, start, (whole, width) = tuple(target.shape), 0, (shard.vocab_size, shard.n_columns)
@@ -186,7 +187,7 @@ class Grid(Role):
     def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         check_alongside(name, target, tokens, settings)
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         check_columns(target.shape[-1], settings, plan, subject=f"{name}: last dimension")
         return walkable(with_a_column(target.detach(), dim=-1))
 
@@ -205,7 +206,7 @@ class HeadRows(Role):
     def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         check_not_overwritten(target, name)
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         check_columns(target.shape[0], settings, plan, subject=f"{name}: rows")
         return with_a_column(target.detach().resolve_neg(), dim=0)
 
@@ -217,7 +218,7 @@ class HeadStates(HeadRows):
         super().check(name, target, tokens, settings)
         check_leading(name, target, tokens)
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         return target.detach().resolve_neg().reshape(-1, target.shape[-1])
 
 
@@ -237,7 +238,7 @@ def register(kind: Any) -> None:
     ROLES[kind] = tuple(roles)
 
 
-def passed(targets: Any) -> Iterator[tuple[str, Tensor, Role]]:
+def present(targets: Any) -> Iterator[tuple[str, Tensor, Role]]:
     """Yield the caller's name, the tensor and the role of each target that was passed."""
     for (_, name, role, _), target in zip(ROLES[type(targets)], targets, strict=True):
         if target is not None:
@@ -255,24 +256,24 @@ def check(targets: Any, tokens: Tokens, settings: Settings) -> None:
 
 def check_memory(targets: Any, tokens: Tokens, settings: Settings) -> None:
     """Raise unless the memory of checked targets can be read where it lies."""
-    for name, target, role in passed(targets):
+    for name, target, role in present(targets):
         role.check_memory(name, target, tokens, settings)
 
 
-def are_local(targets: Any, settings: Settings) -> bool:
-    """Whether :func:`local` would return the caller's targets themselves."""
-    return all(role.is_local(target, settings) for _, target, role in passed(targets))
+def are_prepared(targets: Any, settings: Settings) -> bool:
+    """Return whether :func:`prepare` returns the caller's targets themselves."""
+    return all(role.is_prepared(target, settings) for _, target, role in present(targets))
 
 
-def local(targets: Record, tokens: Tokens, settings: Settings, plan: Any) -> Record:
+def prepare(targets: Record, tokens: Tokens, settings: Settings, plan: Any) -> Record:
     """Return checked targets as launchers take them."""
     zipped = zip(ROLES[type(targets)], targets, strict=True)
-    values = [t if t is None else role.local(name, t, tokens, settings, plan) for (_, name, role, _), t in zipped]
+    values = [t if t is None else role.prepare(name, t, tokens, settings, plan) for (_, name, role, _), t in zipped]
     return type(targets)(*values)
 
 
 def in_order(targets: Record, order: Any, settings: Settings) -> Record:
-    """Return local targets in the order of a head's rows, a ``TokenOrder``."""
+    """Return prepared targets in the order of a head's rows, a ``TokenOrder``."""
     zipped = zip(ROLES[type(targets)], targets, strict=True)
     return type(targets)(*[t if t is None else role.in_order(t, order, settings) for (_, _, role, _), t in zipped])
 
@@ -296,9 +297,9 @@ def at_columns(targets: Record, columns: slice) -> Record:
 def with_padding(
     targets: Record, settings: Settings, rank: int, n_ranks: int, subject: str = LOGITS
 ) -> tuple[Record, Settings]:
-    """Return what goes with a column of padding, in place of logits or a weight of no columns.
+    """Replace an empty shard by one padded column: return its targets and settings.
 
-    A rank without columns takes part in the collectives: as one that has padding alone.
+    So a rank without columns takes part in the collectives.
     """
     for field, _, role, _ in ROLES[type(targets)]:
         target = getattr(targets, field)

@@ -22,7 +22,7 @@ from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import ROLES, Columns, Grid, HeadStates, RowIds, RowNumbers, passed
+from vocab_parallel_ce.targets import ROLES, Columns, Grid, HeadStates, RowIds, RowNumbers, present
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
@@ -169,7 +169,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     if call is None:
         return
     name, first = next(iter(tensors.items()))
-    others = (each for each, _, role in passed(targets) if isinstance(role, Grid | HeadStates))
+    others = (each for each, _, role in present(targets) if isinstance(role, Grid | HeadStates))
     facts: dict[str, Any] = {
         "call": " and ".join([f"a loss over {name}", *others]),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
@@ -181,7 +181,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     facts |= {each: value for each, value in options.items() if each != "vocab_size"}  # a shard differs by rank
     ids: dict[str, Tensor] = {}
     states = {"hidden": first} if name == "hidden" and not options["sequence_parallel"] else {}
-    for each, target, role in passed(targets):
+    for each, target, role in present(targets):
         if isinstance(role, RowIds):
             ids[each] = target
             facts |= {f"{each}.dtype": target.dtype, f"{each}.shape": tuple(target.shape)}
@@ -226,7 +226,7 @@ def _unsharded(targets: Any, shard: VocabShard) -> dict[str, str]:
     """
     return {
         name: shown(target.float() + 0.0)
-        for name, target, role in passed(targets)
+        for name, target, role in present(targets)
         if isinstance(role, Columns) and len(target) == shard.vocab_size and shard.n_valid
     }
 

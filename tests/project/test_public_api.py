@@ -133,7 +133,7 @@ def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, fun
     monkeypatch.setattr(module, "Settings", kept(Settings))
     monkeypatch.setattr(module, "HeadSettings", kept(HeadSettings), raising=False)
     monkeypatch.setattr(module, "divided_by", lambda num_items, settings: settings)
-    monkeypatch.setattr(module, "over_head" if "linear" in function.__name__ else "over_logits", stop)
+    monkeypatch.setattr(module, "run_head" if "linear" in function.__name__ else "run_logits", stop)
     monkeypatch.setattr(checks, "check_choice", lambda *args: None)
     monkeypatch.setattr(checks, "check_integer", lambda *args: None)
     valid = {"outputs": ("lse",), "temperature": 2.0, "hard_weight": 0.0}

@@ -201,7 +201,7 @@ def keeps_logits(keywords: dict[str, Any]) -> bool:
     return keywords.get("keep_logits", "none") != "none"
 
 
-def over_logits(
+def run_logits(
     loss: Loss,
     logits: Tensor,
     targets: Any,
@@ -228,7 +228,7 @@ def over_logits(
         return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
 
 
-def over_objective(
+def run_objective(
     loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings
 ) -> tuple[Tensor, TokenOutputs]:
     """Compute the reduced loss of an objective, and the outputs, which have no gradient."""
@@ -246,7 +246,7 @@ def over_objective(
     return total, found
 
 
-def over_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+def run_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Compute the outputs, those per token of their shape; under autograd if something needs a gradient."""
     if is_traced():
         from vocab_parallel_ce.compile import linear_losses

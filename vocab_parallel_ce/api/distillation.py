@@ -13,10 +13,10 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
     keeps_logits,
-    over_head,
-    over_logits,
     overwrites,
     public,
+    run_head,
+    run_logits,
 )
 from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, targets_of
 from vocab_parallel_ce.head.arguments import Arguments
@@ -113,10 +113,10 @@ def distillation_loss(
     settings = divided_by(num_items, settings)
     if isinstance(teacher, TopKTeacher):
         targets, settings = targets_of(teacher, labels, student_logits, "student_logits", settings)
-        return over_logits(TOP_K, student_logits, targets, settings, group=group, num_items=num_items).loss
+        return run_logits(TOP_K, student_logits, targets, settings, group=group, num_items=num_items).loss
     if not isinstance(teacher, Tensor):
         raise TypeError(_no_teacher(teacher))
-    return over_logits(
+    return run_logits(
         DIVERGENCE, student_logits, Teacher(teacher, labels), settings, group=group, num_items=num_items
     ).loss
 
@@ -203,8 +203,8 @@ def linear_distillation_loss(
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
     if isinstance(teacher, TopKTeacher):
         targets, settings = targets_of(teacher, labels, student.hidden, "student.hidden", settings)
-        return over_head(TOP_K, Arguments(student, targets, group, num_items), settings, head).loss
+        return run_head(TOP_K, Arguments(student, targets, group, num_items), settings, head).loss
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
     arguments = Arguments(student, TeacherHead(*teacher, labels), group, num_items)
-    return over_head(DIVERGENCE, arguments, settings, head).loss
+    return run_head(DIVERGENCE, arguments, settings, head).loss

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import over_head, over_logits
+from vocab_parallel_ce.api.call import run_head, run_logits
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, Ids
@@ -49,7 +49,7 @@ def check_given_ids(
 def log_probs_at(logits: Tensor, targets: Ids, settings: Settings, *, group: Any) -> Tensor:
     """Return ``[..., k]`` log-probabilities at ``targets.ids``."""
     settings = settings._replace(n_ids=targets.ids.shape[-1])
-    return over_logits(GIVEN_IDS, logits, targets, settings, group=group).loss
+    return run_logits(GIVEN_IDS, logits, targets, settings, group=group).loss
 
 
 def head_log_probs_at(
@@ -63,4 +63,4 @@ def head_log_probs_at(
 ) -> Tensor:
     """Return the same of the logits of a head."""
     settings = settings._replace(n_ids=targets.ids.shape[-1])
-    return over_head(GIVEN_IDS, Arguments(tensors, targets, group, None, main_grad), settings, head).loss
+    return run_head(GIVEN_IDS, Arguments(tensors, targets, group, None, main_grad), settings, head).loss

@@ -14,9 +14,9 @@ from vocab_parallel_ce.api.call import (
     label_targets,
     log_probs_of,
     loss_of,
-    over_logits,
     overwrites,
     public,
+    run_logits,
     split_temperature,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, log_probs_at
@@ -153,7 +153,7 @@ def vocab_parallel_cross_entropy(
     targets: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, targets = SOFT_LABELS, SoftLabels(labels, class_weight)
-    losses = over_logits(loss, logits, targets, settings, group=group, num_items=num_items)
+    losses = run_logits(loss, logits, targets, settings, group=group, num_items=num_items)
     return loss_of(losses, settings)
 
 
@@ -250,7 +250,7 @@ def token_log_probs(
         check_given_ids(labels, logits, n_columns, settings, threshold, group)
         return log_probs_at(logits, Ids(labels, tensor), settings, group=group)
     loss, targets = label_targets(labels, tensor, threshold, kept, requested)
-    losses = over_logits(loss, logits, targets, settings, group=group)
+    losses = run_logits(loss, logits, targets, settings, group=group)
     return log_probs_of(losses, settings)
 
 

@@ -12,8 +12,8 @@ from vocab_parallel_ce.api.call import (
     Outputs,
     label_targets,
     outputs_of_log_probs,
-    over_objective,
     public,
+    run_objective,
     split_temperature,
 )
 from vocab_parallel_ce.head.arguments import Arguments
@@ -120,5 +120,5 @@ def linear_objective(
     loss, targets = label_targets(labels, tensor, threshold, kept, requested)
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
-    total, found = over_objective(loss, arguments, settings, head)
+    total, found = run_objective(loss, arguments, settings, head)
     return total, outputs_of_log_probs(found, settings)

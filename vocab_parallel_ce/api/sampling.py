@@ -106,7 +106,7 @@ def sampling_threshold(
         tokens, role, settings = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
         role.check("temperature", temperature, tokens, settings)
         checks.check_requires_no_gradient("temperature", temperature)
-        row_temperature = role.local("temperature", temperature, tokens, settings, None)
+        row_temperature = role.prepare("temperature", temperature, tokens, settings, None)
     else:
         number = temperature
     settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)

@@ -38,16 +38,16 @@ def default_tokens(hidden_size: int, logit_bytes: int, gradient_bytes: int) -> t
 
 
 def choose_chunk_tokens(
-    n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int, single: int = 0
+    n_tokens: int, hidden_size: int, n_columns: int, element_size: int, most_of_several: int, most_of_one: int = 0
 ) -> int:
-    """Return the tokens of a chunk by default: ``fewest``, or as many as have ``SMALL_BYTES`` of logits.
+    """Return the tokens of a chunk by default: ``most_of_several``, or as many as have ``SMALL_BYTES`` of logits.
 
-    All of them if they are ``single`` or fewer, or if their logits take no more than the weight's gradient in fp32,
-    which one chunk does without.
+    All of them, in one chunk, if they are ``most_of_one`` or fewer, or if their logits take no more than the weight's
+    gradient in fp32, which one chunk does without.
     """
-    if n_tokens <= max(single, 4 * hidden_size // element_size):
+    if n_tokens <= max(most_of_one, 4 * hidden_size // element_size):
         return max(1, n_tokens)
-    most = max(fewest, min(MOST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
+    most = max(most_of_several, min(MOST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
     return equal_chunk(n_tokens, min(most, MOST_TOKENS), WAVE // hidden_size)
 
 

@@ -42,12 +42,12 @@ from vocab_parallel_ce.targets import (
     Head,
     HeadStates,
     Tokens,
-    are_local,
+    are_prepared,
     check,
     check_can_be_saved,
     check_memory,
-    local,
-    passed,
+    prepare,
+    present,
 )
 
 MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
@@ -69,7 +69,7 @@ class HeadPlan(NamedTuple):
     counts: bool  # whether the number of valid tokens is needed
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
-    takes_targets: bool  # whether a caller's targets are local as they are
+    is_prepared: bool  # whether a caller's targets are prepared as they are
     sequence_parallel: bool
     reduces: bool  # d_hidden, over several ranks
 
@@ -117,10 +117,10 @@ def plan_linear_call(
         arguments = arguments._replace(head=resolved)
     if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
         check_summed_once(hidden, group)
-    if not planned.takes_targets:
+    if not planned.is_prepared:
         tokens = Tokens(hidden, "hidden", planned.shape)
         check_memory(targets, tokens, settings)
-        targets = local(targets, tokens, settings, plan)
+        targets = prepare(targets, tokens, settings, plan)
     if objective is not None:
         dtypes = rounded_dtypes(planned.dtype, arguments.head) if planned.needs_gradient else set()
         check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, dtypes)
@@ -133,7 +133,7 @@ def plan_linear_call(
     if order is not None:
         targets = loss.in_order(targets, order, settings)
     if planned.recomputes and planned.needs_gradient:
-        for name, target, _ in passed(targets):
+        for name, target, _ in present(targets):
             check_can_be_saved(name, target)
     expected = None
     if expected_grad_output is not None:
@@ -247,7 +247,7 @@ def make_head_plan(
         counts=(is_mean and not by_weights) or head.valid_tokens is not None or leaves_out,
         recomputes=recomputes,
         needs_gradient=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head),
-        takes_targets=are_local(arguments.targets, settings),
+        is_prepared=are_prepared(arguments.targets, settings),
         sequence_parallel=sequence_parallel,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
     )
@@ -258,8 +258,8 @@ def _bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
     weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
     """
     weight = arguments.head.weight
-    of_others = (states.dtype.itemsize for _, states, role in passed(arguments.targets) if isinstance(role, HeadStates))
-    logit_bytes = element_size + sum(of_others)
+    heads = (target for _, target, role in present(arguments.targets) if isinstance(role, HeadStates))
+    logit_bytes = element_size + sum(states.dtype.itemsize for states in heads)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return logit_bytes, 0
     stays_fp32 = arguments.main_grad is not None or arguments.expected_grad_output is not None

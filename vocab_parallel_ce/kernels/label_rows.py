@@ -46,7 +46,7 @@ class Target(NamedTuple):
     vector: tl.tensor  # begin of its vector, from the body's first column; negative if it is not in the body
 
 
-class LooseColumns(NamedTuple):
+class Remainder(NamedTuple):
     """What the walk leaves out, except the label: the row's edges and the rest of the label's vector."""
 
     z: tl.tensor
@@ -73,8 +73,8 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
 
 
 @triton.jit
-def load_loose_columns(row, place, target, HAS_EDGES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
-    """Return the ``LooseColumns`` of a row.
+def load_remainder(row, place, target, HAS_EDGES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
+    """Return the ``Remainder`` of a row.
 
     Those of a row of units are at most one for each thread of a warp: so the order of their sums does not depend on
     the number of warps, and with it on that of ranks.
@@ -99,11 +99,11 @@ def load_loose_columns(row, place, target, HAS_EDGES: tl.constexpr, VECTOR: tl.c
         is_edge = lane < 0
         inside = (lane < VECTOR) & (target.vector >= 0)
     inside &= offset != target.offset
-    return LooseColumns(load_logits(row.logits + offset, inside, row), offset, inside, is_edge)
+    return Remainder(load_logits(row.logits + offset, inside, row), offset, inside, is_edge)
 
 
 @triton.jit
-def first_maximum(row, place, target, lanes, loose, target_logit, row_max, VECTOR: tl.constexpr):
+def first_maximum(row, place, target, lanes, remainder, target_logit, row_max, VECTOR: tl.constexpr):
     """Return the row's first column with ``row_max``, int64.
 
     Each lane knows the first vector with its maximum, which is read again.
@@ -115,8 +115,8 @@ def first_maximum(row, place, target, lanes, loose, target_logit, row_max, VECTO
     z = load_logits(row.logits + place.first + columns, is_read, row)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (place.first - place.begin)
-    loose_columns = tl.where(loose.z == row_max, loose.offset - place.begin, 2147483647)
-    argmax = tl.minimum(argmax, tl.min(loose_columns))
+    other_columns = tl.where(remainder.z == row_max, remainder.offset - place.begin, 2147483647)
+    argmax = tl.minimum(argmax, tl.min(other_columns))
     is_target = target.owned & (target_logit == row_max)
     return tl.minimum(argmax, tl.where(is_target, target.offset - place.begin, 2147483647))
 
@@ -213,9 +213,9 @@ def finish(
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Merge the lanes, the loose columns and the label to the ``RowStats`` of a row."""
+    """Merge the lanes, the remaining columns and the label to the ``RowStats`` of a row."""
     target = locate_target(place, label - shard_start, VECTOR)
-    loose = load_loose_columns(row, place, target, HAS_EDGES, VECTOR, UNITS)
+    remainder = load_remainder(row, place, target, HAS_EDGES, VECTOR, UNITS)
     target_logit = load_logits(row.logits + target.offset, target.owned, row)
     target_weight = 0.0
     if row.class_weight is not None:
@@ -223,24 +223,24 @@ def finish(
             row.class_weight, label, label - shard_start, target.owned, sizes.vocab_size, loss_options
         )
     units = stats_of_lanes(lanes, loss_options, max(UNITS, 1))
-    column, unit = loose.offset - place.begin, 0
-    z, inside = loose.z, loose.inside
+    column, unit = remainder.offset - place.begin, 0
+    z, inside = remainder.z, remainder.inside
     if UNITS > 0:
         # A label that is not owned adds nothing but the NaN of its weight, to any unit.
         unit = tl.where(target.owned, (target.offset - place.begin).to(tl.int32) // place.unit_width, 0)
     if UNITS > 0 and HAS_EDGES:
         # The edge may be in another unit than the label.
-        edge_z, is_edge = tl.where(loose.is_edge, z, float("-inf")), inside & loose.is_edge
+        edge_z, is_edge = tl.where(remainder.is_edge, z, float("-inf")), inside & remainder.is_edge
         edge = stats_of_columns(edge_z, is_edge, row.class_weight, column, loss_options)
         units = with_columns(units, place.width // place.unit_width, edge, loss_options)
-        z, inside = tl.where(loose.is_edge, float("-inf"), z), inside & ~loose.is_edge
+        z, inside = tl.where(remainder.is_edge, float("-inf"), z), inside & ~remainder.is_edge
     label = stats_of_label(target_logit, target.owned, target_weight, row.class_weight, loss_options)
     others = stats_of_columns(z, inside, row.class_weight, column, loss_options)
     units = with_columns(units, unit, merge_pair(others, label, loss_options), loss_options)
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
-        first = first_maximum(row, place, target, lanes, loose, target_logit, stats.row_max, VECTOR)
+        first = first_maximum(row, place, target, lanes, remainder, target_logit, stats.row_max, VECTOR)
         is_finite = tl.abs(stats.row_max) < float("inf")
         argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
     return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]

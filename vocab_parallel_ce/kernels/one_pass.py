@@ -41,7 +41,7 @@ from vocab_parallel_ce.kernels.one_pass_rows import (
     clear_rows,
     fetch,
     lanes_of_each_cta,
-    load_loose,
+    load_remainder,
     locate,
     read_row,
     write_label,
@@ -171,10 +171,10 @@ def one_pass_kernel(
     step = gl.num_programs(0)
     ignore_index = loss_options.ignore_index
     label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
-    # Labels and loose logits are loaded one row early.
+    # Labels and remaining logits are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
     body = locate(walk, row, label_columns[0], HAS_EDGES)
-    next_loose = load_loose(walk, body, label_columns[0], HAS_EDGES)
+    next_remainder = load_remainder(walk, body, label_columns[0], HAS_EDGES)
     for i in gl.static_range(STAGES):
         fetch(walk, Cursor(stage, row, step, label_columns), i, sizes)
     label_lanes = lanes_of_each_cta(LANES, VECTOR, CTAS)
@@ -185,13 +185,13 @@ def one_pass_kernel(
         cursor = Cursor(stage, row, step, label_columns)
         column = label_columns[0]
         body = locate(walk, row, column, HAS_EDGES)
-        loose = next_loose
+        remainder = next_remainder
         label = known_label(column, n_columns, ignore_index)
         target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
-        others_max, others_sum, chunks = read_row(walk, cursor, body, loose, loss_options, sizes)
-        target = ops.transform(loose.target.to(gl.float32), loss_options)[0]
+        others_max, others_sum, chunks = read_row(walk, cursor, body, remainder, loss_options, sizes)
+        target = ops.transform(remainder.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
         stats = row_stats(row_max, others_sum, target, target_weight, 0.0)
@@ -200,15 +200,15 @@ def one_pass_kernel(
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = locate(walk, row + step, label_columns[1], HAS_EDGES)
-        next_loose = load_loose(walk, next_body, label_columns[1], HAS_EDGES)
+        next_remainder = load_remainder(walk, next_body, label_columns[1], HAS_EDGES)
         if loss_options.smoothing is None:
             store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
-        shifted_sum = write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
+        shifted_sum = write_row(walk, cursor, body, remainder, chunks, factors, grads, loss_options, sizes)
         if loss_options.smoothing is not None:
             stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum)
             store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
-        write_label(walk, body, loose.target, column, factors, grads, loss_options, HAS_EDGES)
+        write_label(walk, body, remainder.target, column, factors, grads, loss_options, HAS_EDGES)
         stage = (stage + CHUNKS) % STAGES
         row += step
         label_columns = label_columns[1:] + (new_column,)

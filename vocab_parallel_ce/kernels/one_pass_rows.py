@@ -65,7 +65,7 @@ class Body(NamedTuple):
     target_vector: tl.tensor  # the label's, counted from first; -1 if it is not in the body
 
 
-class Loose(NamedTuple):
+class Remainder(NamedTuple):
     """A row's logits that no chunk has, as they are in memory, one per lane; -inf in the lanes after them."""
 
     target: tl.tensor  # the label's
@@ -160,8 +160,8 @@ def neighbor_offsets(walk, body, column):
 
 
 @gluon.jit
-def load_loose(walk, body, column, HAS_EDGES: gl.constexpr):
-    """Load the ``Loose`` logits of a row whose label is in ``column``; of an ignored row none."""
+def load_remainder(walk, body, column, HAS_EDGES: gl.constexpr):
+    """Load the ``Remainder`` logits of a row whose label is in ``column``; of an ignored row none."""
     lowest: gl.constexpr = float("-inf")
     target = gl.load(walk.logits + body.begin + column, mask=column >= 0, other=lowest)
     offset, inside = neighbor_offsets(walk, body, column)
@@ -170,7 +170,7 @@ def load_loose(walk, body, column, HAS_EDGES: gl.constexpr):
     if HAS_EDGES:
         offset, inside = edge_offsets(walk, body)
         edges = gl.load(walk.logits + offset, mask=inside & (column != -2), other=lowest)
-    return Loose(target, neighbors, edges)
+    return Remainder(target, neighbors, edges)
 
 
 @gluon.jit
@@ -202,13 +202,13 @@ def may_end(chunk, SIZES):
 
 
 @gluon.jit
-def begin_sums(walk, body, loose, column, loss_options, HAS_EDGES: gl.constexpr):
-    """Return each lane's maximum and sum of the row's loose logits, except the label's."""
-    neighbors = ops.transform(loose.neighbors.to(gl.float32), loss_options)[0]
+def begin_sums(walk, body, remainder, column, loss_options, HAS_EDGES: gl.constexpr):
+    """Return each lane's maximum and sum of the row's remaining logits, except the label's."""
+    neighbors = ops.transform(remainder.neighbors.to(gl.float32), loss_options)[0]
     lane_max = neighbors
     if HAS_EDGES:
         offset, _ = edge_offsets(walk, body)
-        edges = ops.transform(loose.edges.to(gl.float32), loss_options)[0]
+        edges = ops.transform(remainder.edges.to(gl.float32), loss_options)[0]
         edges = gl.where(offset == body.begin + column, float("-inf"), edges)
         lane_max = gl.maximum(neighbors, edges)
     shift = ops.finite_or_zero(lane_max)
@@ -219,14 +219,14 @@ def begin_sums(walk, body, loose, column, loss_options, HAS_EDGES: gl.constexpr)
 
 
 @gluon.jit
-def read_row(walk, cursor, body, loose, loss_options, SIZES: gl.constexpr):
+def read_row(walk, cursor, body, remainder, loss_options, SIZES: gl.constexpr):
     """Return ``(row_max, others_sum, chunks)``: statistics without the label, and the chunks in registers."""
     CHUNKS: gl.constexpr = SIZES.CHUNKS
     CHUNKS_PER_WAIT: gl.constexpr = SIZES.CHUNKS_PER_WAIT
     lane_columns = walk.lane_columns
     tile: gl.constexpr = lane_columns.type.layout
     label_vector = body.target_vector - lanes_of(walk)
-    lane_max, lane_sum = begin_sums(walk, body, loose, cursor.columns[0], loss_options, SIZES.HAS_EDGES)
+    lane_max, lane_sum = begin_sums(walk, body, remainder, cursor.columns[0], loss_options, SIZES.HAS_EDGES)
     chunks = ()
     for i in gl.static_range(CHUNKS):
         if i % CHUNKS_PER_WAIT == 0:
@@ -308,7 +308,7 @@ def sum_if_smoothed(values, loss_options):
 
 
 @gluon.jit
-def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
+def write_row(walk, cursor, body, remainder, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
     """Write the gradient over every column of a row, and refill the stages; return the ``shifted_sum``.
 
     The label gets the gradient of another column. ``shifted_sum`` is that of smoothing, of all columns; 0 without.
@@ -316,7 +316,7 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
     logits, lane_columns = walk.logits, walk.lane_columns
     element = logits.dtype.element_ty
     n_read = gl.where(cursor.columns[0] == -2, 0, body.width)
-    shifted_sum = gl.zeros_like(loose.neighbors).to(gl.float32)
+    shifted_sum = gl.zeros_like(remainder.neighbors).to(gl.float32)
     for i in gl.static_range(SIZES.CHUNKS):
         if i < SIZES.REGISTER_CHUNKS:
             chunk = chunks[i]
@@ -338,7 +338,7 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
                 for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
                     fetch(walk, cursor, done + SIZES.STAGES, SIZES)
     if SIZES.HAS_EDGES:
-        shifted_sum += write_edges(walk, body, loose.edges, cursor.columns[0] != -2, factors, grads, loss_options)
+        shifted_sum += write_edges(walk, body, remainder.edges, cursor.columns[0] != -2, factors, grads, loss_options)
     return sum_if_smoothed(shifted_sum, loss_options)
 
 

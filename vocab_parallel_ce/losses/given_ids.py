@@ -57,11 +57,11 @@ class RowColumns(RowIds):
             remedy = f"; for one id pass {name}.unsqueeze(-1)" if target.shape == tokens.shape else ""
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
 
-    def is_local(self, target: Tensor, settings: Settings) -> bool:
+    def is_prepared(self, target: Tensor, settings: Settings) -> bool:
         can_be_saved = target.is_contiguous() and not target.is_inference()
         return target.dim() == 2 and can_be_saved and not checks.may_look_at(target, settings.check_labels)
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         if checks.looks_at(target, settings.check_labels):
             is_callers, size = self.ignored is None, plan.shard.vocab_size
             checks.check_label_range(target, size, self.fill(settings), name=name, names_ignored=is_callers)

@@ -44,7 +44,7 @@ class RowLogProbs(RowNumbers):
     def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
         check_alongside(name, target, tokens, settings)
 
-    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
         rows = target.detach().reshape(-1, target.shape[-1]).to(compute_dtype(tokens.tensor.dtype))
         return constant(rows.contiguous(), tokens.tensor)
 

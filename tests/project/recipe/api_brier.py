@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.project.recipe.brier import BRIER, Answers
-from vocab_parallel_ce.api.call import over_head, over_logits, overwrites, public
+from vocab_parallel_ce.api.call import overwrites, public, run_head, run_logits
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.targets import Head
@@ -35,7 +35,7 @@ def brier_score(
         gradient=gradient,
         vocab_size=vocab_size,
     )
-    return over_logits(BRIER, logits, Answers(labels), settings, group=group).loss
+    return run_logits(BRIER, logits, Answers(labels), settings, group=group).loss
 
 
 @public()
@@ -66,4 +66,4 @@ def linear_brier_score(
     )
     head = HeadSettings(sequence_parallel=sequence_parallel, chunk_size=chunk_size)
     given = Arguments(Head(hidden, weight, bias), Answers(labels), group, None)
-    return over_head(BRIER, given, settings, head).loss
+    return run_head(BRIER, given, settings, head).loss
