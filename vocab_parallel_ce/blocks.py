@@ -72,7 +72,7 @@ class StatisticsShape(NamedTuple):
 
     block: StatisticsBlock
     is_cut: bool  # each part of a row has a program of its own
-    at_once: int  # parts of logits that a program reads together, if options allow; of pairs always PARTS_AT_ONCE
+    at_once: int  # parts of logits that a program reads together, if options allow; of pairs unused
 
 
 class GradientShape(NamedTuple):

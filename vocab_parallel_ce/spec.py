@@ -95,7 +95,7 @@ class LossOptions(NamedTuple):
     sum_sq_probs: bool = False
     mean_logit: bool = False
     negated: bool = False  # log-probabilities: 0 - loss
-    # Of rows, [N, 1], in a kernel of one; never in a plan.
+    # Of rows, [N, 1], in plain PyTorch; never in a plan.
     temperature: Any = None  # t
     threshold: Any = None  # smaller logits are excluded, as if they were -inf
 

@@ -17,7 +17,7 @@ from vocab_parallel_ce.kernels import soft_labels
 
 assert soft_labels.__file__.startswith(PLACE)
 variants = kernel_variants.of_soft_labels("bf16", "bf16", False, "plain")
-outputs = next(variant for variant in variants if variant.name.startswith("target_loss"))
+outputs = next(variant for variant in variants if variant.name.startswith("target_outputs"))
 print(triton.compile(compile_kernels.source_of(outputs), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """
 EDITS = {  # of functions of the algebra: of one itself, and of one that another calls

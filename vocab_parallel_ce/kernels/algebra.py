@@ -1,4 +1,4 @@
-"""A loss as kernels take it: a record of jit functions, and what the losses of two tensors have in common.
+"""A loss as kernels take it: its jit functions, the tensors that they read, and what losses of two tensors share.
 
     dloss/dx_i = gradient(factors(merged statistics, grads / divisor), x_i)
 
@@ -9,24 +9,25 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Launch, Rows, walk_launch
+from vocab_parallel_ce.kernels.launch import Launch, Rows, pair_arguments, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes, column_of, walk_edges
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 
 
 class Algebra(NamedTuple):
-    """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
+    """The mathematics of a loss's file in ``losses``, as jit functions; a ``tl.constexpr``.
 
     ``stats`` is the loss's record of statistics, ``lanes`` that of what each lane knows, of pairs ``stats`` too.
     ``second`` are the sums of the second exchange, or None. ``tile`` is a ``walk.Tile``, ``row`` a ``Row``.
     ``options`` is the argument ``loss_options``: those that are off are None.
     """
 
-    target: Any  # (place, label, shard_start, VECTOR): int32, what the row of the statistics knows of its label
+    target: Any  # (place, label, shard_start, VECTOR): int32, ``Row.target`` of the statistics
     empty: Any  # (row, place, LANES): lanes that have seen nothing
     tile: Any  # (lanes, tile, row): lanes with one more tile; None for the first one
     merge_lanes: Any  # (a, b, options): lanes of two sets of columns, those of b after those of a
@@ -34,7 +35,7 @@ class Algebra(NamedTuple):
     store_lanes: Any  # (pointers, lanes, options, step): pack them
     finish: Any  # (lanes, row, place, label, shard_start, sizes, options, LOSS, HAS_EDGES, LANES, VECTOR, UNITS): stats
     store: Any  # (pointers, stats, options, step): pack them
-    load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns; None is nothing
+    load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns, None excludes nothing
     merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
     outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options, LOSS): store; return losses
     # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options, LOSS): what the gradients
@@ -60,13 +61,23 @@ class Algebra(NamedTuple):
 
 
 class KernelLoss(NamedTuple):
-    """What launchers are bound to: a loss as kernels take it."""
+    """What a launcher is bound to: an algebra, with a shard and options."""
 
     algebra: Algebra
     shard: VocabShard
     options: Any
     is_pair: bool = True  # something stands alongside each logit
     lane_fields: int = 0  # of labels: numbers that a lane stores of a part; of pairs 0: its statistics
+
+    def read(self, logits: Tensor, targets: Any) -> tuple[tuple[Tensor | None, ...], Rows]:
+        """Return what all kernels over logits read, in their order, and how the rows lie."""
+        if self.is_pair:
+            base, other, rows = pair_arguments(logits, targets[0])
+        else:
+            (base, rows), other = row_arguments(logits), None
+        labels, class_weight = getattr(targets, "labels", None), getattr(targets, "class_weight", None)
+        temperature, threshold = getattr(targets, "temperature", None), getattr(targets, "threshold", None)
+        return (base, other, labels, temperature, threshold, class_weight), rows
 
     def launch(
         self,
@@ -91,7 +102,7 @@ class Row(NamedTuple):
     logits: tl.tensor  # the base
     other: tl.tensor  # the base of what stands alongside the logits, or None
     class_weight: tl.tensor  # the pointer, or None
-    target: tl.tensor  # int32, of the statistics what ``target`` returned; of the gradient the label's column, or -1
+    target: tl.tensor  # int32, of the statistics ``Algebra.target``; of the gradient the label's column, or -1
     vocab_size: tl.tensor
     loss_options: tl.tuple
     temperature: tl.tensor  # the row's, or None
@@ -215,13 +226,18 @@ def pair_factors(
     return LOSS.shares(stats, second, weight, live, loss_options), live, target
 
 
-def pair_algebra(empty: Any, tile: Any, merge_pair: Any, load: Any, store: Any, gradient: Any, *others: Any) -> Algebra:
-    """Return the algebra of a loss of two tensors, whose lanes know what ranks know; ``others`` from ``merge`` on."""
-    lanes = pair_target, empty, tile, merge_pair, load, store, finish_pair
-    return Algebra(*lanes, store, load, merge_pair, pair_outputs, pair_factors, gradient, *others)
-
-
-@triton.jit
-def load_logits(pointers, inside):
-    """Return the logits in fp32, -inf outside."""
-    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)
+def pair_algebra(*, merge_pair: Any, load: Any, store: Any, **functions: Any) -> Algebra:
+    """Return the algebra of a loss of two tensors, whose lanes know what ranks know."""
+    return Algebra(
+        target=pair_target,
+        merge_lanes=merge_pair,
+        load_lanes=load,
+        store_lanes=store,
+        finish=finish_pair,
+        store=store,
+        load=load,
+        merge_pair=merge_pair,
+        outputs=pair_outputs,
+        factors=pair_factors,
+        **functions,
+    )

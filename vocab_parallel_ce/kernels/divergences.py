@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import load_logits, pair_algebra
+from vocab_parallel_ce.kernels.algebra import pair_algebra
 from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
 
 SMALL_SHARE = 0.125  # of a mixture: a larger one multiplies the rounding of its logarithm by 8 at most
@@ -42,6 +42,12 @@ class Factors(NamedTuple):
     offset: tl.tensor  # reverse: KL + log(student_sum) - log(teacher_sum); js: KL(s || m)
     hard_inverse: tl.tensor  # 1 / hard_sum
     weight: tl.tensor  # grad_output / divisor
+
+
+@triton.jit
+def load_logits(pointers, inside):
+    """Return the logits in fp32, -inf outside."""
+    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -324,7 +330,18 @@ def gradient(factors, tile, row):
 
 
 ALGEBRA = pair_algebra(
-    empty, tile, merge_pair, load, store, gradient, merge, record, loss, shares, mixture, merge_mixture
+    empty=empty,
+    tile=tile,
+    merge_pair=merge_pair,
+    load=load,
+    store=store,
+    gradient=gradient,
+    merge=merge,
+    record=record,
+    loss=loss,
+    shares=shares,
+    second=mixture,
+    merge_second=merge_mixture,
 )
 
 

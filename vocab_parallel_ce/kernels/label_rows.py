@@ -3,7 +3,8 @@
     lanes -> units;    edges, the rest of the label's vector, the label -> the unit that they are in;    units -> row
 
 Each arrow merges two ``RowStats`` at a time, as ranks are merged (``labels.merge_pair``). So a unit's numbers are
-those of the same columns on any number of ranks.
+those of the same columns on any number of ranks. The walk leaves out the label's vector: next to the label's own term,
+a sum would lose digits.
 """
 
 from typing import NamedTuple
@@ -282,8 +283,21 @@ def factors(
     return made, live, column_of(label, shard_start, sizes.n_valid)
 
 
-LANES = target_vector, empty, tile, merge_lanes, load_lanes, store_lanes, finish
-ALGEBRA = Algebra(*LANES, store_stats, load_stats, merge_pair, outputs, factors, tile_gradient)
+ALGEBRA = Algebra(
+    target=target_vector,
+    empty=empty,
+    tile=tile,
+    merge_lanes=merge_lanes,
+    load_lanes=load_lanes,
+    store_lanes=store_lanes,
+    finish=finish,
+    store=store_stats,
+    load=load_stats,
+    merge_pair=merge_pair,
+    outputs=outputs,
+    factors=factors,
+    gradient=tile_gradient,
+)
 
 
 def label_loss(shard: VocabShard, options: LossOptions) -> KernelLoss:

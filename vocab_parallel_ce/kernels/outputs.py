@@ -42,7 +42,6 @@ from vocab_parallel_ce.kernels.launch import (
     Launch,
     Rows,
     cache_launches,
-    pair_arguments,
     row_arguments,
     walk_launch,
 )
@@ -97,7 +96,7 @@ def gradient_kernel(
     labels,  # [N] int64|int32, or None
     temperature,  # [N] fp32, or None: 1
     threshold,  # [N] fp32, smaller logits are excluded; or None
-    class_weight,  # [sizes.n_valid] fp32, or None: all equal; of labels also if there is no smoothing
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1, or labels without smoothing
     stats,  # [R, N, K] fp32
     second,  # [R, N, 2] fp32, or None: no second exchange
     divisor,  # [1] integer or floating point, or None: 1
@@ -177,7 +176,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
 
 def gradient(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the gradient."""
-    shard, smooths = loss.shard, loss.is_pair or bool(loss.options.smoothing)
+    shard, reads_weights = loss.shard, loss.is_pair or bool(loss.options.smoothing)
 
     @cache_launches
     def launch_of(
@@ -201,33 +200,29 @@ def gradient(loss: KernelLoss) -> Callable[..., None]:
         loss, and 0 for the others. A gradient of another dtype is of fp32 logits and 16 bits.
         """
         n_ranks, n_rows, width = stats[0].shape
-        other = None
-        if loss.is_pair:
-            base, other, rows = pair_arguments(logits, targets[0])
-        else:
-            base, rows = row_arguments(logits)
-        grad_base = base
+        (*read, temperature, threshold, class_weight), rows = loss.read(logits, targets)
+        grad_base = read[0]
         if grad_logits is not logits:
-            grad_base, grad_rows = row_arguments(grad_logits)
-            assert rows.layout == grad_rows.layout, "the gradient is laid out as the logits are"
-            rows = rows if loss.is_pair else grad_rows  # the smaller elements have the longer lines
-        labels, class_weight = getattr(targets, "labels", None), getattr(targets, "class_weight", None)
-        temperature, threshold = getattr(targets, "temperature", None), getattr(targets, "threshold", None)
-        read = (base, other, labels, temperature, threshold, class_weight if smooths else None)
+            grad_base, (layout, has_edges, *_) = row_arguments(grad_logits)
+            assert rows.layout == layout, "the gradient is laid out as the logits are"
+            if rows.has_edges != has_edges:
+                rows = rows._replace(has_edges=has_edges)  # the smaller elements have the longer lines
         strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
         by_row = temperature is not None or threshold is not None
-        launch, n_programs = launch_of(rows, n_rows, grad_logits.dtype.itemsize, strides, n_ranks, width, by_row)
-        tensors = (*read, stats[0], stats[1] if len(stats) > 1 else None, divisor, *grads, grad_base)
+        launch, n_programs = launch_of(rows, n_rows, grad_logits.itemsize, strides, n_ranks, width, by_row)
+        by_column = class_weight if reads_weights else None
+        merged = stats[0], stats[1] if len(stats) > 1 else None, divisor
+        tensors = (*read, temperature, threshold, by_column, *merged, *grads, grad_base)
         launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
     return fill
 
 
-def _table(loss: KernelLoss, n_ranks: int, has_row_options: bool) -> tuple[Table, int]:
+def _table(loss: KernelLoss, n_ranks: int, by_row: bool) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
     By measurement (docs/measurements.md). Each program merges its row's statistics first: the longer that takes, the
-    more tiles should share it. ``has_row_options``: rows have a temperature or a threshold, which need registers.
+    more tiles should share it. ``by_row``: rows have a temperature or a threshold, which need registers.
     Padded rows were timed with small tiles alone.
     """
     options, shard = loss.options, loss.shard
@@ -236,7 +231,7 @@ def _table(loss: KernelLoss, n_ranks: int, has_row_options: bool) -> tuple[Table
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
     if options.softcap is not None or (has_sums and n_ranks > 1):
         return WRITE_SMALL_TILES, 4
-    if has_sums or has_row_options or shard.n_valid < shard.n_columns or n_ranks > 1:
+    if has_sums or by_row or shard.n_valid < shard.n_columns or n_ranks > 1:
         return WRITE_SMALL_TILES, 2
     return WRITE_TILES, 1
 

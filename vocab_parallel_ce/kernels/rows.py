@@ -1,4 +1,4 @@
-"""Statistics of every row of a vocabulary shard, of any loss, in one read of it.
+"""Statistics of every row of a vocabulary shard, of any loss, in one read of it per exchange.
 
     statistics   what this rank's columns contribute to the first exchange, on one rank to the second one too
     second       the sums of a second exchange, over columns, which need the statistics of all ranks
@@ -8,8 +8,9 @@ and merges the parts one after the other; lanes are merged once, at the end of t
 of a row has a program of its own, ``part_kernel``, which stores what its lanes know. The kernels above then merge the
 stored parts, in the order in which they merge them if they walk the row themselves: the same bits.
 
-Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernels read the shard once and write 4 K bytes
-per row, and of few rows up to 1 KiB per part and field. They read no ignored row and no padding.
+Regime: 1 K to 256 K columns, any number of rows, bound by memory. Of each exchange the kernels read the shard, of pairs
+what stands alongside too, and write 4 K bytes per row, and of few rows up to 1 KiB per part and field. They read no
+ignored row and no padding.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,6 @@ from vocab_parallel_ce.kernels.launch import (
     Rows,
     begin_at_vectors,
     cache_launches,
-    pair_arguments,
-    row_arguments,
 )
 from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_edges, walk_parts
 
@@ -108,7 +107,7 @@ def part_kernel(
     shard_start,
     LOSS: tl.constexpr,  # Algebra
     FIELDS: tl.constexpr,  # that a lane stores
-    WIDTH: tl.constexpr,  # K
+    WIDTH: tl.constexpr,  # K of stats, 0 without
     RANKS: tl.constexpr,
     UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
     TILES: tl.constexpr,  # of a part
@@ -280,10 +279,10 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
 
     @cache_launches
     def launches(
-        rows: Rows, n_rows: int, n_tensors: int, size: int, width: int, units: int
+        rows: Rows, n_rows: int, size: int, width: int, rank: int, n_ranks: int
     ) -> tuple[StatisticsShape, Launch, Launch | None]:
-        shape = statistics_shape(n_rows, loss.shard, size, n_tensors, units)
-        part = _launch_of_parts(loss, rows, shape, 1, width) if shape.is_cut else None
+        shape = _shape(loss, rows, n_rows, size, rank, n_ranks)
+        part = _launch_of_parts(loss, rows, shape, loss.lane_fields or width) if shape.is_cut else None
         return shape, _launch(loss, rows, shape, width), part
 
     def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int, count: Tensor | None = None) -> None:
@@ -292,12 +291,12 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         ``count [1]`` int32, if given, gets the number of labels that are not ignored.
         """
         n_ranks, n_rows, width = stats[0].shape
-        tensors, rows, units = _read(loss, logits, targets, rank, n_ranks)
-        shape, launch, part = launches(rows, n_rows, 1 + (tensors[1] is not None), tensors[0].itemsize, width, units)
+        tensors, rows = loss.read(logits, targets)
+        shape, launch, part = launches(rows, n_rows, logits.itemsize, width, rank, n_ranks)
         parts, counted, has_both = None, count, n_ranks == 1 and len(stats) > 1
         if part is not None:
-            block, fields = shape.block, part.constants["FIELDS"]
-            parts = stats[0].new_empty(n_rows, block.n_parts, fields, block.lanes)
+            block = shape.block
+            parts = stats[0].new_empty(n_rows, block.n_parts, loss.lane_fields or width, block.lanes)
             n_programs = n_rows * block.n_parts + (count is not None)
             part(n_programs, (*tensors, None, parts, count), (n_rows, loss.shard.start))
             counted = None
@@ -317,12 +316,12 @@ def second(loss: KernelLoss) -> Callable[..., None]:
     def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
         """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
         n_ranks, n_rows, width = stats[0].shape
-        tensors, rows, units = _read(loss, logits, targets, rank, n_ranks)
-        shape = statistics_shape(n_rows, loss.shard, tensors[0].itemsize, 2, units)
+        tensors, rows = loss.read(logits, targets)
+        shape = _shape(loss, rows, n_rows, logits.itemsize, rank, n_ranks)
         parts, block = None, shape.block
         if shape.is_cut:
             parts = stats[0].new_empty(n_rows, block.n_parts, 2, block.lanes)
-            part = _launch_of_parts(loss, rows, shape, n_ranks, width)
+            part = _launch_of_parts(loss, rows, shape, 2, n_ranks, width)
             part(n_rows * block.n_parts, (*tensors, stats[0], parts, None), (n_rows, loss.shard.start))
         launch = _second(loss, rows, shape, n_ranks, width)
         launch(n_rows, (*tensors[:3], tensors[5], parts, *stats), (n_rows, rank * n_rows))
@@ -330,18 +329,11 @@ def second(loss: KernelLoss) -> Callable[..., None]:
     return fill
 
 
-def _read(loss: KernelLoss, logits: Tensor, targets: Any, rank: int, n_ranks: int) -> tuple[tuple[Any, ...], Rows, int]:
-    """Return the tensors that are read, in the order of the kernels, how the rows lie, and their units."""
-    other = None
-    if loss.is_pair:
-        base, other, rows = pair_arguments(logits, targets[0])
-    else:
-        base, rows = row_arguments(logits)
-    is_aligned = (other is None or rows.alike) and begin_at_vectors(rows.layout, base.itemsize)
-    units = units_of(loss.shard, rank, n_ranks, base.itemsize) if is_aligned else 0
-    labels, class_weight = getattr(targets, "labels", None), getattr(targets, "class_weight", None)
-    temperature, threshold = getattr(targets, "temperature", None), getattr(targets, "threshold", None)
-    return (base, other, labels, temperature, threshold, class_weight), rows, units
+def _shape(loss: KernelLoss, rows: Rows, n_rows: int, size: int, rank: int, n_ranks: int) -> StatisticsShape:
+    """Return the launch shapes for rows of elements of ``size`` bytes, with the units of the row if it has some."""
+    is_aligned = (rows.alike or not loss.is_pair) and begin_at_vectors(rows.layout, size)
+    units = units_of(loss.shard, rank, n_ranks, size) if is_aligned else 0
+    return statistics_shape(n_rows, loss.shard, size, 1 + loss.is_pair, units)
 
 
 @cache_launches
@@ -378,9 +370,11 @@ def _second(loss: KernelLoss, rows: Rows, shape: StatisticsShape, n_ranks: int, 
 
 
 @cache_launches
-def _launch_of_parts(loss: KernelLoss, rows: Rows, shape: StatisticsShape, n_ranks: int, width: int) -> Launch:
+def _launch_of_parts(
+    loss: KernelLoss, rows: Rows, shape: StatisticsShape, fields: int, n_ranks: int = 1, width: int = 0
+) -> Launch:
     values, constants = _of_shape(loss, shape)
-    constants = {"FIELDS": loss.lane_fields or width, "WIDTH": width, "RANKS": n_ranks, **constants}
+    constants = {"FIELDS": fields, "WIDTH": width, "RANKS": n_ranks, **constants}
     return loss.launch(part_kernel, rows, values, shape.block, constants)
 
 

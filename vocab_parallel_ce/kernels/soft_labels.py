@@ -143,4 +143,15 @@ def gradient(factors, tile, row):
     return grad
 
 
-ALGEBRA = pair_algebra(empty, tile, merge_pair, load, store, gradient, merge, record, loss, shares)
+ALGEBRA = pair_algebra(
+    empty=empty,
+    tile=tile,
+    merge_pair=merge_pair,
+    load=load,
+    store=store,
+    gradient=gradient,
+    merge=merge,
+    record=record,
+    loss=loss,
+    shares=shares,
+)

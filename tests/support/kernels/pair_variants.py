@@ -68,13 +68,15 @@ def of_algebra(
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (*of_rows, stats, fp32, None)
-        launch = launch_of("rows", "_launch_of_parts", loss, rows, cut, *gathered)
+        fields = (2, *gathered) if stats else (widths[0],)
+        launch = launch_of("rows", "_launch_of_parts", loss, rows, cut, *fields)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
-    dtypes = (*of_rows, fp32, second, None, fp32, None, None, None, None, logits)
-    for is_cut in (False, True):
-        block, strides = choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), (1, None, None, None, None)
-        launch = launch_of("outputs", "_gradient", loss, rows, block, is_cut, strides, *gathered)
-        yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
+    walk_block = choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize)
+    for is_cut, grad in ((False, fp32), (True, fp32), (False, None)):  # without one in forward
+        dtypes = (*of_rows, fp32, second, None, grad, None, None, None, None, logits)
+        strides = (None if grad is None else 1, None, None, None, None)
+        launch = launch_of("outputs", "_gradient", loss, rows, walk_block, is_cut, strides, *gathered)
+        yield Variant(f"{name.format('gradient')}{'few' * is_cut}{'in_forward' * (grad is None)}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32, None, None, None, None, None, None)
     launch = launch_of("outputs", "_outputs", loss, 128, *gathered)
     yield Variant(name.format("outputs"), launch, dtypes)
