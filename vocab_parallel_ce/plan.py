@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     other_outputs: dict[str, torch.dtype]  # fields of TokenOutputs alongside the loss that are asked for, in order
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
-    is_prepared: bool = False  # whether a caller's targets are prepared as they are
+    is_prepared: bool = False  # whether targets need neither check_memory nor prepare
 
 
 class Call(NamedTuple):

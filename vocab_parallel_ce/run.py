@@ -228,8 +228,8 @@ def check_loss_alone(grads: GradOutputs) -> None:
 
 
 def mark_written(ctx: Any, kept: Tensor, logits: Tensor, version_before: int) -> None:
-    """Make autograd refuse ``kept``, overwritten through ``logits``; by-name modes make losses refuse it too."""
-    increment_version(logits)  # of a view in the graph itself, it would rebuild the node
+    """Make autograd refuse ``kept``, overwritten through ``logits``; of explicit in-place modes, later losses too."""
+    increment_version(logits)  # the detached alias: of a view in the graph, it would rebuild the node
     if ctx.call.plan.gradient != "auto":
         mark_overwritten(kept, version_before, ctx.age)
 
@@ -272,7 +272,7 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
     plan: Plan = ctx.call.plan
     if plan.gradient == "in_forward":
         check_loss_alone(grads)
-    # "auto": over the logits if the caller holds them in no other way. So nothing else may hold them here.
+    # "auto": over the logits if nobody else can see them. It counts references: no variable may hold them before.
     ctx.handed_on = is_sole_owner(saved) if plan.gradient == "auto" else plan.gradient != "out_of_place"
     kept: Tensor = saved[0]
     if ctx.handed_on:

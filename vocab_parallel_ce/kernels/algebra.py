@@ -27,7 +27,9 @@ class Algebra(NamedTuple):
     ``options`` is the argument ``loss_options``: those that are off are None.
     """
 
-    target: Any  # (place, label, shard_start, VECTOR): int32, ``Row.target`` of the statistics
+    # (place, label, shard_start, VECTOR): int32, what the walk of the statistics must know of the label: of labels the
+    # begin of its vector, which the walk leaves out, of pairs its column; negative if it is not there
+    target: Any
     empty: Any  # (row, place, LANES): lanes that have seen nothing
     tile: Any  # (lanes, tile, row): lanes with one more tile; None for the first one
     merge_lanes: Any  # (a, b, options): lanes of two sets of columns, those of b after those of a
@@ -41,7 +43,7 @@ class Algebra(NamedTuple):
     # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options, LOSS): what the gradients
     # of a row's columns share, finite if not live; whether the row is read; the label's column, -1 if it is elsewhere
     factors: Any
-    gradient: Any  # (factors, tile, row): fp32 of each column; 0 if all logits are -inf and factors are not live
+    gradient: Any  # (factors, tile, row): fp32 of each column; 0 for a row that is not live, whose logits are all -inf
     # Of pairs alone.
     merge: Any = None  # (stats, options): [UNITS, lanes] over axis 1
     record: Any = None  # (numbers): the stats of these numbers
@@ -67,7 +69,7 @@ class KernelLoss(NamedTuple):
     shard: VocabShard
     options: Any
     is_pair: bool = True  # something stands alongside each logit
-    lane_fields: int = 0  # of labels: numbers that a lane stores of a part; of pairs 0: its statistics
+    n_lane_fields: int = 0  # of labels: numbers that a lane stores of a part; of pairs 0: its statistics
 
     def read(self, logits: Tensor, targets: Any) -> tuple[tuple[Tensor | None, ...], Rows]:
         """Return what all kernels over logits read, in their order, and how the rows lie."""
@@ -102,7 +104,7 @@ class Row(NamedTuple):
     logits: tl.tensor  # the base
     other: tl.tensor  # the base of what stands alongside the logits, or None
     class_weight: tl.tensor  # the pointer, or None
-    target: tl.tensor  # int32, of the statistics ``Algebra.target``; of the gradient the label's column, or -1
+    target: tl.tensor  # int32, of the statistics what Algebra.target returns; of the gradient the label's column, or -1
     vocab_size: tl.tensor
     loss_options: tl.tuple
     temperature: tl.tensor  # the row's, or None

@@ -169,36 +169,21 @@ def merge(stats, loss_options):
 
 
 @triton.jit
+def fields(loss_options):
+    """Return which fields of ``DivergenceStats`` are packed."""
+    is_hard = loss_options.hard_weight is not None
+    return True, True, True, True, loss_options.beta is None, is_hard, is_hard
+
+
+@triton.jit
 def load(pointers, mask, loss_options, step):
-    student_max = ops.load(pointers, mask, float("-inf"))
-    student_sum = ops.load(pointers + step, mask, 0.0)
-    teacher_max = ops.load(pointers + 2 * step, mask, float("-inf"))
-    teacher_sum = ops.load(pointers + 3 * step, mask, 0.0)
-    pointers += 4 * step
-    zeros = tl.zeros_like(student_sum)
-    cross, hard_sum, target = zeros, zeros, zeros
-    if loss_options.beta is None:
-        cross = ops.load(pointers, mask, 0.0)
-        pointers += step
-    if loss_options.hard_weight is not None:
-        target = ops.load(pointers, mask, float("-inf"))
-        hard_sum = ops.load(pointers + step, mask, 0.0)
-    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+    empty = float("-inf"), 0.0, float("-inf"), 0.0, 0.0, float("-inf"), 0.0
+    return DivergenceStats(*ops.load_fields(pointers, mask, fields(loss_options), empty, step))
 
 
 @triton.jit
 def store(pointers, stats, loss_options, step):
-    tl.store(pointers, stats.student_max)
-    tl.store(pointers + step, stats.student_sum)
-    tl.store(pointers + 2 * step, stats.teacher_max)
-    tl.store(pointers + 3 * step, stats.teacher_sum)
-    pointers += 4 * step
-    if loss_options.beta is None:
-        tl.store(pointers, stats.cross)
-        pointers += step
-    if loss_options.hard_weight is not None:
-        tl.store(pointers, stats.target)
-        tl.store(pointers + step, stats.hard_sum)
+    ops.store_fields(pointers, stats, fields(loss_options), step)
 
 
 @triton.jit

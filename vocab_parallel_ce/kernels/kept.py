@@ -22,9 +22,7 @@ from vocab_parallel_ce.kernels.labels import (
     load_stats,
     logits_gradient,
     merge_pair,
-    n_statistics,
     row_factors,
-    stats_of_row,
     store_stats,
 )
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
@@ -78,6 +76,7 @@ def kept_statistics_kernel(
     n_rows,
     shard_start,
     stats_start,  # this rank's first row in stats
+    WIDTH: tl.constexpr,  # K
     LANES: tl.constexpr,  # k rounded up to a power of two
 ):
     """Example: ``x = [1, 3, 2]``, kept ``[0, 1]``, label 1: ``(3, 0.1353, 3)``."""
@@ -89,7 +88,7 @@ def kept_statistics_kernel(
     z, _ = load_given(logits, ops.row_begin(row, layout), column, owned, loss_options, t)
     is_target = owned & (column == label - shard_start)
     found = stats_of_lanes(z, owned, is_target, outside, loss_options)
-    store_stats(stats_of_row(stats, stats_start + row, loss_options), found, loss_options, 1)
+    store_stats(stats + (stats_start + row) * WIDTH, found, loss_options, 1)
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start"])
@@ -109,6 +108,7 @@ def kept_gradient_kernel(
     loss_options,  # option_arguments
     n_rows,
     shard_start,
+    WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,
     LANES: tl.constexpr,  # k rounded up to a power of two
 ):
@@ -118,8 +118,8 @@ def kept_gradient_kernel(
     live = label != loss_options.ignore_index
     column, owned, outside = kept_columns(kept, row, lane, live, sizes, shard_start)
     t = ops.row_temperature(temperature, row, live)
-    pointers, step = stats_of_row(stats, row, loss_options), n_rows.to(tl.int64) * n_statistics(loss_options)
-    merged = ops.merge_ranks(pointers, step, None, loss_options, load_stats, merge_pair, RANKS)
+    step = n_rows.to(tl.int64) * WIDTH
+    merged = ops.merge_ranks(stats + row * WIDTH, step, None, loss_options, load_stats, merge_pair, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, None, None, None)
     factors = row_factors(merged, label, live, 1.0, grads, grad_strides, row, sizes.vocab_size, loss_options)
     x = tl.load(logits + ops.row_begin(row, layout) + column, owned, other=float("-inf"))
@@ -166,7 +166,8 @@ def _sizes(k: int, shard: VocabShard) -> IdsSizes:
 def _statistics(rows: Rows, k: int, shard: VocabShard, options: LossOptions) -> Launch:
     lanes, num_warps = lanes_of(k)
     values = (RowLayout(*rows.layout), _sizes(k, shard), options)
-    return Launch(kept_statistics_kernel, values, lanes, num_warps=num_warps)
+    constants = {"WIDTH": len(options.statistics), **lanes}
+    return Launch(kept_statistics_kernel, values, constants, num_warps=num_warps)
 
 
 @cache_launches
@@ -175,5 +176,5 @@ def _gradient(
 ) -> Launch:
     lanes, num_warps = lanes_of(k)
     values = (RowLayout(*rows.layout), _sizes(k, shard), GradOutputs(*strides), options)
-    constants = {"RANKS": n_ranks, **lanes}
+    constants = {"WIDTH": len(options.statistics), "RANKS": n_ranks, **lanes}
     return Launch(kept_gradient_kernel, values, constants, num_warps=num_warps)

@@ -1,4 +1,4 @@
-"""What one program knows of a row with a label: where it lies, and the statistics of its lanes, columns and units.
+"""The algebra of labels, and what one program knows of a row with a label: statistics of lanes, columns and units.
 
     lanes -> units;    edges, the rest of the label's vector, the label -> the unit that they are in;    units -> row
 
@@ -235,9 +235,9 @@ def finish(
         edge = stats_of_columns(edge_z, is_edge, row.class_weight, column, loss_options)
         units = with_columns(units, place.width // place.unit_width, edge, loss_options)
         z, inside = tl.where(remainder.is_edge, float("-inf"), z), inside & ~remainder.is_edge
-    label = stats_of_label(target_logit, target.owned, target_weight, row.class_weight, loss_options)
+    of_label = stats_of_label(target_logit, target.owned, target_weight, row.class_weight, loss_options)
     others = stats_of_columns(z, inside, row.class_weight, column, loss_options)
-    units = with_columns(units, unit, merge_pair(others, label, loss_options), loss_options)
+    units = with_columns(units, unit, merge_pair(others, of_label, loss_options), loss_options)
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
@@ -304,4 +304,4 @@ def label_loss(shard: VocabShard, options: LossOptions) -> KernelLoss:
     """Return the loss of labels."""
     smoothed = bool(options.smoothing) or options.mean_logit
     fields = 2 + 2 * smoothed + options.entropy + options.sum_sq_probs + options.predictions
-    return KernelLoss(ALGEBRA, shard, options, is_pair=False, lane_fields=fields)
+    return KernelLoss(ALGEBRA, shard, options, is_pair=False, n_lane_fields=fields)

@@ -47,90 +47,36 @@ def log_sum_exp(stats):
 
 
 @triton.jit
-def n_statistics(loss_options):
-    """Return K."""
-    n_smoothing = 2 * (loss_options.smoothing is not None or loss_options.mean_logit is not None)
-    n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
-    n_others += loss_options.class_weight is not None
-    n_others += loss_options.sum_sq_probs is not None
-    return 3 + n_smoothing + n_others
-
-
-@triton.jit
-def stats_of_row(stats, row, loss_options):
-    """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
-    return stats + row * n_statistics(loss_options)
+def fields(loss_options):
+    """Return which fields of ``RowStats`` are packed: those of ``LossOptions.statistics``."""
+    is_smoothed = loss_options.smoothing is not None or loss_options.mean_logit is not None
+    return (
+        True,
+        True,
+        True,
+        is_smoothed,
+        is_smoothed,
+        loss_options.entropy is not None,
+        loss_options.predictions is not None,
+        loss_options.class_weight is not None,
+        loss_options.sum_sq_probs is not None,
+    )
 
 
 @triton.jit
 def load_stats(pointers, mask, loss_options, step):
-    """Return the ``RowStats`` at ``pointers``, whose numbers are side by side; what ``mask`` excludes has no columns.
+    """Return the ``RowStats`` at ``pointers``, ``step`` apart; what ``mask`` excludes has no columns.
 
     Statistics that no option needs are 0: Triton 3.6 cannot return None in a tuple.
     """
-    row_max = ops.load(pointers, mask, float("-inf"))
-    others_sum = ops.load(pointers + 1, mask, 0.0)
-    target_logit = ops.load(pointers + 2, mask, float("-inf"))
-    zeros = tl.zeros_like(others_sum)
-    shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq = (
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
-    )
-    pointers += 3
-    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        shifted_sum = ops.load(pointers, mask, 0.0)
-        n_columns = ops.load(pointers + 1, mask, 0.0)
-        pointers += 2
-    if loss_options.entropy is not None:
-        exp_shifted_sum = ops.load(pointers, mask, 0.0)
-        pointers += 1
-    if loss_options.predictions is not None:
-        argmax = ops.load(pointers, mask, float("inf"))
-        pointers += 1
-    if loss_options.class_weight is not None:
-        target_weight = ops.load(pointers, mask, 0.0)
-        pointers += 1
-    if loss_options.sum_sq_probs is not None:
-        sum_exp_sq = ops.load(pointers, mask, 0.0)
-    return RowStats(
-        row_max,
-        others_sum,
-        target_logit,
-        shifted_sum,
-        n_columns,
-        exp_shifted_sum,
-        argmax,
-        target_weight,
-        sum_exp_sq,
-    )
+    empty = float("-inf"), 0.0, float("-inf"), 0.0, 0.0, 0.0, float("inf"), 0.0, 0.0
+    return RowStats(*ops.load_fields(pointers, mask, fields(loss_options), empty, step))
 
 
 @triton.jit
 def store_stats(pointers, stats, loss_options, step):
-    """Store a ``RowStats`` in the order of ``LossOptions.statistics``, ``step`` apart."""
-    tl.store(pointers, stats.row_max)
-    tl.store(pointers + step, stats.others_sum)
-    tl.store(pointers + 2 * step, stats.target_logit)
-    pointers += 3 * step
-    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        tl.store(pointers, stats.shifted_sum)
-        tl.store(pointers + step, stats.n_columns)
-        pointers += 2 * step
-    if loss_options.entropy is not None:
-        tl.store(pointers, stats.exp_shifted_sum)
-        pointers += step
-    if loss_options.predictions is not None:
-        tl.store(pointers, stats.argmax)
-        pointers += step
-    if loss_options.class_weight is not None:
-        tl.store(pointers, stats.target_weight)
-        pointers += step
-    if loss_options.sum_sq_probs is not None:
-        tl.store(pointers, stats.sum_exp_sq)
+    """Store a ``RowStats``, ``step`` apart."""
+    ops.store_fields(pointers, stats, fields(loss_options), step)
 
 
 @triton.jit

@@ -127,40 +127,22 @@ def tile(lanes, tile, row):
 
 
 @triton.jit
+def lane_fields(loss_options):
+    """Return which fields of ``LaneStats`` options need."""
+    is_smoothed = loss_options.smoothing is not None or loss_options.mean_logit is not None
+    has_entropy, has_sum_sq = loss_options.entropy is not None, loss_options.sum_sq_probs is not None
+    return True, True, is_smoothed, is_smoothed, has_entropy, has_sum_sq, loss_options.predictions is not None
+
+
+@triton.jit
 def store_lanes(pointers, lanes, loss_options, step):
     """Store the fields that options need, ``step`` apart."""
-    tl.store(pointers, lanes.max)
-    tl.store(pointers + step, lanes.sum)
-    pointers += 2 * step
-    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        tl.store(pointers, lanes.shifted_sum)
-        tl.store(pointers + step, lanes.n_columns)
-        pointers += 2 * step
-    if loss_options.entropy is not None:
-        tl.store(pointers, lanes.exp_shifted_sum)
-        pointers += step
-    if loss_options.sum_sq_probs is not None:
-        tl.store(pointers, lanes.sum_exp_sq)
-        pointers += step
-    if loss_options.predictions is not None:
-        tl.store(pointers, lanes.max_vector.to(tl.float32))
+    ops.store_fields(pointers, lanes, lane_fields(loss_options), step)
 
 
 @triton.jit
 def load_lanes(pointers, mask, loss_options, step):
     """Load what :func:`store_lanes` stored."""
-    _, _, shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq, max_vector = no_columns(pointers.shape[0])
-    lane_max, lane_sum = tl.load(pointers), tl.load(pointers + step)
-    pointers += 2 * step
-    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        shifted_sum, n_columns = tl.load(pointers), tl.load(pointers + step)
-        pointers += 2 * step
-    if loss_options.entropy is not None:
-        exp_shifted_sum = tl.load(pointers)
-        pointers += step
-    if loss_options.sum_sq_probs is not None:
-        sum_exp_sq = tl.load(pointers)
-        pointers += step
-    if loss_options.predictions is not None:
-        max_vector = tl.load(pointers).to(tl.int32)
-    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq, max_vector)
+    empty = float("-inf"), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    numbers = ops.load_fields(pointers, mask, lane_fields(loss_options), empty, step)
+    return LaneStats(*numbers[:6], numbers[6].to(tl.int32))

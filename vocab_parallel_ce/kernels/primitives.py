@@ -107,6 +107,32 @@ def load(pointers, mask, other):
 
 
 @triton.jit
+def load_fields(pointers, mask, fields, empty, step):
+    """Return the numbers of a record of which ``fields`` [bool] are stored, ``step`` apart; 0 for the others.
+
+    What ``mask`` excludes has ``empty`` [number]. The first field is always stored.
+    """
+    first = load(pointers, mask, empty[0])
+    numbers = (first,)
+    for i in tl.static_range(1, len(fields)):
+        number = tl.zeros_like(first)
+        if fields[i]:
+            pointers += step
+            number = load(pointers, mask, empty[i])
+        numbers = numbers + (number,)
+    return numbers
+
+
+@triton.jit
+def store_fields(pointers, record, fields, step):
+    """Store the ``fields`` [bool] of a record in fp32, ``step`` apart."""
+    for i in tl.static_range(len(fields)):
+        if fields[i]:
+            tl.store(pointers, record[i].to(tl.float32))
+            pointers += step
+
+
+@triton.jit
 def merge_tree(stats, loss_options, MERGE: tl.constexpr, RECORD: tl.constexpr):
     """Return the statistics of a row from those of its units, ``[n]``: a power of two, neighbours first.
 

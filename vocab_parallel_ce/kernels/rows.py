@@ -5,7 +5,7 @@
 
 A loss is an ``Algebra``. One program per row. Each lane has its own statistics of each part of the row, a few tiles,
 and merges the parts one after the other; lanes are merged once, at the end of the row. If there are few rows, each part
-of a row has a program of its own, ``part_kernel``, which stores what its lanes know. The kernels above then merge the
+of a row has a program of its own, ``part_kernel``, which stores what its lanes know. The other kernels then merge the
 stored parts, in the order in which they merge them if they walk the row themselves: the same bits.
 
 Regime: 1 K to 256 K columns, any number of rows, bound by memory. Of each exchange the kernels read the shard, of pairs
@@ -282,11 +282,11 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         rows: Rows, n_rows: int, size: int, width: int, rank: int, n_ranks: int
     ) -> tuple[StatisticsShape, Launch, Launch | None]:
         shape = _shape(loss, rows, n_rows, size, rank, n_ranks)
-        part = _launch_of_parts(loss, rows, shape, loss.lane_fields or width) if shape.is_cut else None
+        part = _launch_of_parts(loss, rows, shape, loss.n_lane_fields or width) if shape.is_cut else None
         return shape, _launch(loss, rows, shape, width), part
 
     def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int, count: Tensor | None = None) -> None:
-        """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``; of more than K numbers the first.
+        """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``: the first K of each row's numbers.
 
         ``count [1]`` int32, if given, gets the number of labels that are not ignored.
         """
@@ -296,7 +296,7 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         parts, counted, has_both = None, count, n_ranks == 1 and len(stats) > 1
         if part is not None:
             block = shape.block
-            parts = stats[0].new_empty(n_rows, block.n_parts, loss.lane_fields or width, block.lanes)
+            parts = stats[0].new_empty(n_rows, block.n_parts, loss.n_lane_fields or width, block.lanes)
             n_programs = n_rows * block.n_parts + (count is not None)
             part(n_programs, (*tensors, None, parts, count), (n_rows, loss.shard.start))
             counted = None
@@ -340,7 +340,7 @@ def _shape(loss: KernelLoss, rows: Rows, n_rows: int, size: int, rank: int, n_ra
 def _launch(loss: KernelLoss, rows: Rows, shape: StatisticsShape, width: int) -> Launch:
     at_once, compiler = _parts_at_once(loss, shape, shape.block.has_edges(loss.shard, rows.has_edges))
     values, constants = _of_shape(loss, shape)
-    constants = {"FIELDS": loss.lane_fields or width, **constants, "UNROLLED": at_once}
+    constants = {"FIELDS": loss.n_lane_fields or width, **constants, "UNROLLED": at_once}
     return loss.launch(statistics_kernel, rows, (*values, width), shape.block, constants, compiler)
 
 
@@ -356,7 +356,7 @@ def _parts_at_once(loss: KernelLoss, shape: StatisticsShape, has_edges: bool) ->
         if getattr(loss.options, "beta", None) is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
         return 1, {"maxnreg": 56} if block.units > 1 else {}
-    if at_once > 1 and (loss.lane_fields > 2 or loss.options.softcap is not None):
+    if at_once > 1 and (loss.n_lane_fields > 2 or loss.options.softcap is not None):
         # Several parts of logits would take too many registers; without softcap, two do not.
         return (1, {}) if loss.options.softcap is not None else (2, {"maxnreg": 64})
     return at_once, {"maxnreg": 64} if block.units else {}

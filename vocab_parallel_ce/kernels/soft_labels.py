@@ -99,18 +99,13 @@ def merge(stats, loss_options):
 
 @triton.jit
 def load(pointers, mask, loss_options, step):
-    row_max = ops.load(pointers, mask, float("-inf"))
-    sum_exp = ops.load(pointers + step, mask, 0.0)
-    target_sum = ops.load(pointers + 2 * step, mask, 0.0)
-    return TargetStats(row_max, sum_exp, target_sum, ops.load(pointers + 3 * step, mask, 0.0))
+    all_fields, empty = (True, True, True, True), (float("-inf"), 0.0, 0.0, 0.0)
+    return TargetStats(*ops.load_fields(pointers, mask, all_fields, empty, step))
 
 
 @triton.jit
 def store(pointers, stats, loss_options, step):
-    tl.store(pointers, stats.row_max)
-    tl.store(pointers + step, stats.sum_exp)
-    tl.store(pointers + 2 * step, stats.target_sum)
-    tl.store(pointers + 3 * step, stats.target_shifted)
+    ops.store_fields(pointers, stats, (True, True, True, True), step)
 
 
 @triton.jit

@@ -39,9 +39,9 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers that are the same in every step."""
+    """The columns of a shard and of the vocabulary: a launch's values, as they do not change from call to call."""
 
-    n_columns: int | None  # with padding; None: there is none
+    n_columns: int | None  # with padding; None: no padding
     n_valid: int  # columns that are not padding
     vocab_size: int
 

@@ -229,7 +229,7 @@ def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), units
     shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, True, PARTS_AT_ONCE)
     loss = launch_of("label_rows", "label_loss", shard, options)
-    launch = launch_of("rows", "_launch_of_parts", loss, ROWS[edges], shape, loss.lane_fields)
+    launch = launch_of("rows", "_launch_of_parts", loss, ROWS[edges], shape, loss.n_lane_fields)
     name = f"part-{dtype}{'-edges' * edges}-{option}" + f"-{units}_units" * (units > 0)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
