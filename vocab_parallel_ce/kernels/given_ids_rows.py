@@ -57,7 +57,7 @@ def given_columns(ids, log_probs, labels, row, lane, sizes, shard_start):
         log_q = tl.load(log_probs + row * k + lane, lane < k, other=float("-inf"))
         left_out = log_q == float("-inf")
         if labels is not None:
-            label = tl.load(labels + row).to(tl.int64)
+            label = ops.load_label(labels, row)
             value = tl.where(lane == k, label, value)
             left_out = tl.where(label == sizes.ignore_index, lane >= 0, left_out & (lane != k))
     else:

@@ -81,7 +81,7 @@ def kept_statistics_kernel(
 ):
     """Example: ``x = [1, 3, 2]``, kept ``[0, 1]``, label 1: ``(3, 0.1353, 3)``."""
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
-    label = tl.load(labels + row).to(tl.int64)
+    label = ops.load_label(labels, row)
     live = label != loss_options.ignore_index
     column, owned, outside = kept_columns(kept, row, lane, live, sizes, shard_start)
     t = ops.row_temperature(temperature, row, live)
@@ -114,7 +114,7 @@ def kept_gradient_kernel(
 ):
     """Example: the loss of ``x = [1, 3, 2]``, kept ``[0, 1]``, label 1: ``[0.1192, -0.1192]`` in columns 0 and 1."""
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
-    label = tl.load(labels + row).to(tl.int64)
+    label = ops.load_label(labels, row)
     live = label != loss_options.ignore_index
     column, owned, outside = kept_columns(kept, row, lane, live, sizes, shard_start)
     t = ops.row_temperature(temperature, row, live)

@@ -39,7 +39,7 @@ def count_labels(labels, n_rows, ignore_index):
     for first_row in range(0, n_rows, 512):
         rows = first_row + tl.arange(0, 512)
         inside = rows < n_rows
-        label = tl.load(labels + rows, inside, other=0).to(tl.int64)
+        label = ops.load_label(labels, rows, inside)
         count += (inside & (label != ignore_index)).to(tl.int32)
     return tl.sum(count)
 
