@@ -9,6 +9,8 @@ import torch
 import vocab_parallel_ce as vp
 from tests.support.cases.inputs import batch
 from tests.support.cases.logits import COLUMNS, Leaves
+from vocab_parallel_ce.integrations import transformer_engine
+from vocab_parallel_ce.selection import select
 
 # The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
 DEVICES = {"cpu": pytest.mark.reference, "cuda": pytest.mark.cuda}
@@ -135,6 +137,17 @@ def test_the_two_step_pair(impl_device, reduce_loss, requires_grad):
     grad_output = case.grad_output(loss)
     assert vp.cross_entropy_backward(grad, grad_output, is_cg_capturable=True) is logits
     case.assert_right(loss, logits, grad_output, reduction=REDUCTION[reduce_loss], label_smoothing=0.1)
+
+
+@pytest.mark.interpreter
+def test_the_second_step_with_kernels(monkeypatch):
+    """On a CPU it chooses plain PyTorch, so it is told here to take what it takes on a GPU."""
+    monkeypatch.setattr(transformer_engine, "select", lambda device, impl: select(device, "triton"))
+    case = Leaves(("auto", "cpu"), columns=COLUMNS)
+    logits = case.values.clone()
+    loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
+    vp.cross_entropy_backward(grad, torch.tensor(-2.5))
+    case.assert_right(loss, logits, torch.tensor(-2.5))
 
 
 @on_each_device

@@ -178,7 +178,8 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
         )
     requested = "reference" if _input.dtype == torch.float64 else "auto"
     kernels, _ = kernels_of(select(_input.device.type, requested).name)
-    (kernels or reference).element_mul(_input, per_row(grad_output.resolve_neg(), _input))
+    element_mul = reference.element_mul if kernels is None else kernels.outputs.element_mul
+    element_mul(_input, per_row(grad_output.resolve_neg(), _input))
     run.raise_version(_input)
     return _input
 
