@@ -116,6 +116,10 @@ def forward(
 ) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs, divisor = call.plan, new_outputs(call.plan, shape, logits), call.divisor
+    if plan.stores_outputs:
+        stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
+        plan.launchers.statistics(logits, targets, stats, plan.rank, None, outputs)
+        return outputs, stats, None
     stats, count = local_statistics(plan, logits, targets)
     exchange(call, logits, targets, stats)
     if plan.mean_over:

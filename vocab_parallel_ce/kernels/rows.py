@@ -30,6 +30,9 @@ from vocab_parallel_ce.kernels.launch import (
     cache_launches,
 )
 from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_edges, walk_parts
+from vocab_parallel_ce.spec import TokenOutputs
+
+NOT_STORED = TokenOutputs(None)  # the outputs have a launch of their own
 
 
 @triton.jit
@@ -158,6 +161,12 @@ def statistics_kernel(
     stats,  # [R, N, K or more] fp32, out: the first K of this rank's rows
     second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
+    loss,  # [N] fp32, out, of one rank: the outputs of an unreduced loss; or None
+    entropy,  # [N] fp32, out, or None
+    lse,  # [N] fp32, out, or None
+    sum_sq_probs,  # [N] fp32, out, or None
+    mean_logit,  # [N] fp32, out, or None
+    predictions,  # [N] int64, out, or None
     layout,  # RowLayout of logits
     other_layout,
     sizes,  # Sizes
@@ -224,6 +233,9 @@ def statistics_kernel(
         lanes, row, place, label, shard_start, sizes, loss_options, LOSS, HAS_EDGES, LANES, VECTOR, UNITS
     )
     LOSS.store(stats + (stats_start + index) * stats_width, merged, loss_options, 1)
+    if loss is not None:
+        outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
+        LOSS.outputs(outputs, index, None, merged, None, label, None, sizes, loss_options, LOSS)
     if second is not None:
         second_of_row(
             place, row, merged, None, 0, second + 2 * index, LOSS, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED
@@ -285,10 +297,18 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         part = _launch_of_parts(loss, rows, shape, loss.n_lane_fields or width) if shape.is_cut else None
         return shape, _launch(loss, rows, shape, width), part
 
-    def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int, count: Tensor | None = None) -> None:
+    def fill(
+        logits: Tensor,
+        targets: Any,
+        stats: tuple[Tensor, ...],
+        rank: int,
+        count: Tensor | None = None,
+        outputs: TokenOutputs = NOT_STORED,
+    ) -> None:
         """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``: the first K of each row's numbers.
 
-        ``count [1]`` int32, if given, gets the number of labels that are not ignored.
+        ``count [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given, are
+        filled too: of a single rank and exchange, unreduced.
         """
         n_ranks, n_rows, width = stats[0].shape
         tensors, rows = loss.read(logits, targets)
@@ -303,7 +323,7 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         # Programs of parts need the statistics of the row: those of the second exchange follow.
         sums = stats[1] if has_both and part is None else None
         sizes = (n_rows, loss.shard.start, rank * n_rows)
-        launch(n_rows + (counted is not None), (*tensors, parts, stats[0], sums, counted), sizes)
+        launch(n_rows + (counted is not None), (*tensors, parts, stats[0], sums, counted, *outputs), sizes)
         if has_both and part is not None:
             second_too(logits, targets, stats, rank)
 

@@ -29,7 +29,7 @@ class Launchers(NamedTuple):
     """
 
     # (logits, targets, stats, rank, count): fills stats[0][rank], of a single rank all of them, and count [1] int32 if
-    # given.
+    # given. With stores_outputs also (..., outputs): fills those of a single rank's unreduced loss.
     statistics: Callable[..., None]
     # (stats, targets, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
     # sum of the losses if given.
@@ -45,6 +45,7 @@ class Launchers(NamedTuple):
     # logits.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
+    stores_outputs: bool = False  # whether the launch of the statistics can
 
 
 LOSSES: dict[str, Loss] = {}  # Keys: names of the losses' files, as operators pass them.
@@ -160,4 +161,5 @@ def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]
         kernels.outputs.element_mul,
         widths=tuple(map(len, exchanges)),
         second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
+        stores_outputs=len(exchanges) == 1,
     )

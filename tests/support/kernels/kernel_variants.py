@@ -32,6 +32,7 @@ from vocab_parallel_ce.blocks import (
     StatisticsShape,
     gradient_shape,
 )
+from vocab_parallel_ce.kernels.rows import NOT_STORED
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
 from vocab_parallel_ce.losses.labels import LABELS
@@ -87,6 +88,10 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", False, "all", at_once=8)
     yield part("bf16", False, "plain")
     yield stats("bf16", False, "plain", merged=True)
+    for option in ("plain", "entropy", "all"):
+        yield stats("bf16", False, option, stores=True)
+    yield stats("bf16", False, "plain", at_once=8, stores=True)
+    yield stats("bf16", False, "plain", merged=True, stores=True)
     yield finish("plain", 1, summed=True)
     yield scaled("fp32", edges=False)
     yield scaled("bf16", edges=False)
@@ -159,6 +164,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield stats(dtype, edges, option, rows=OF_ROWS)
             yield gradient(dtype, edges, option, rows=OF_ROWS)
             yield stats(dtype, edges, option, merged=True)
+            yield stats(dtype, edges, option, stores=True)
             yield gradient(dtype, edges, option, rows=("temperature",))
     for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
         yield gradient("fp32", edges, option, of=of)
@@ -202,23 +208,24 @@ def stats(
     merged: bool = False,
     at_once: int = 1,
     units: int = 0,
+    stores: bool = False,
 ) -> Variant:
     """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together.
 
-    ``units``: the row is so many, side by side.
+    ``units``: the row is so many, side by side. ``stores``: the outputs, of an unreduced loss.
     """
     options = OPTIONS[option]
     of_parts = torch.float32 if merged else None
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, of_parts, torch.float32, None)
-    dtypes += (torch.int32 if counted else None,)
+    dtypes += (torch.int32 if counted else None, *(output_dtypes(options) if stores else NOT_STORED))
     shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
     loss = launch_of("label_rows", "label_loss", shard, options)
     launch = launch_of("rows", "_launch", loss, ROWS[edges], shape, len(options.statistics))
     name = "merged" if merged else "statistics"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
-    name += f"-{at_once}" * (at_once > 1) + f"-{units}_units" * (units > 0)
+    name += f"-{at_once}" * (at_once > 1) + f"-{units}_units" * (units > 0) + "-stores" * stores
     return Variant("-".join((name, *rows)), launch, dtypes)
 
 

@@ -11,6 +11,7 @@ from tests.support.kernels.variant import DTYPES, N_COLUMNS, OPTIONS, ROWS, Vari
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, READ_PAIRS, StatisticsShape, choose_block
 from vocab_parallel_ce.kernels import divergences, soft_labels
 from vocab_parallel_ce.kernels.algebra import Algebra, KernelLoss
+from vocab_parallel_ce.kernels.rows import NOT_STORED
 from vocab_parallel_ce.losses.divergences import DivergenceOptions
 
 
@@ -62,10 +63,13 @@ def of_algebra(
     for parts in (None, fp32):
         # Of cut rows the parts of the second exchange follow.
         of_rows = (logits, *beside[:2], None, None, beside[2])
-        dtypes = (*of_rows, parts, fp32, second if parts is None else None, None)
+        dtypes = (*of_rows, parts, fp32, second if parts is None else None, None, *NOT_STORED)
         shape = whole if parts is None else cut
         launch = launch_of("rows", "_launch", loss, rows, shape, widths[0])
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
+        if second is None:
+            stores = (*dtypes[:-6], fp32, *NOT_STORED[1:])
+            yield Variant(name.format(f"{'merged' if parts else 'statistics'}_stores"), launch, stores)
     for stats in (None, fp32) if second else (None,):
         dtypes = (*of_rows, stats, fp32, None)
         fields = (2, *gathered) if stats else (widths[0],)
