@@ -95,7 +95,7 @@ def launched(where: Where) -> set[Entry]:
 
 
 def unreduced_pairs(where: Where) -> None:
-    """Losses of two tensors whose outputs the launch of the statistics stores: of several tiles, and of a padded row."""
+    """Losses of two tensors whose outputs the launch of the statistics stores: of several tiles, of a padded row."""
     x, y = torch.zeros(2, 2, 8192, device=where.device)
     distillation_loss(x, y, reduction="none", impl="triton")
     vocab_parallel_cross_entropy(x, y, reduction="none", impl="triton", vocab_size=8190)

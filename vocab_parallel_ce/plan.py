@@ -124,7 +124,9 @@ def plan_call(
         key = plan = None
     if plan is None:
         plan = checked_plan(loss, logits, targets, settings, position)
-        remember(_plans, key, plan)
+        if key is not None:
+            plan = plan_of_one_kind(plan, (logits, *targets))
+            remember(_plans, key, plan)
     check_not_overwritten(logits)
     if plan.gradient in IN_PLACE:  # of each call: hooks come and go
         check_no_hooks(plan.gradient, logits)
@@ -141,10 +143,16 @@ def plan_call(
     return Call(plan, group, divisor), prepared
 
 
-def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...] | None, plan: Any) -> None:
-    """Store the plan of a kind of call, unless it has no key; forget all others at MOST_PLANS."""
-    if key is None:
-        return
+def plan_of_one_kind(plan: Plan, tensors: Iterable[Tensor | None]) -> Plan:
+    """Return the plan for calls whose tensors are all as these are, except in their values and memory."""
+    of_one_kind = plan.launchers.of_one_kind
+    if of_one_kind is None or not all(t is None or (t.is_contiguous() and not t.is_neg()) for t in tensors):
+        return plan
+    return plan._replace(launchers=of_one_kind(plan.launchers))
+
+
+def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
+    """Store the plan of a kind of call; forget all others at MOST_PLANS."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan

@@ -226,7 +226,7 @@ def test_each_device_has_its_own_variants_and_is_made_current(kernel, monkeypatc
         yield
         current[0] = before
 
-    monkeypatch.setattr(launching, "_current_device", lambda: current[0])
+    monkeypatch.setattr(launching, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     on_gpus = []
     for index in (0, 1):

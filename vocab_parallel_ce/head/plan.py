@@ -174,7 +174,8 @@ def cached_head_plan(
         key = planned = None
     if planned is None:
         planned = checked_head_plan(loss, arguments, settings, head, position)
-        remember(_plans, key, planned)
+        if key is not None:
+            remember(_plans, key, planned)
     return planned
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +23,41 @@ from vocab_parallel_ce.versions import TESTED, minor
 # The private launch is what Triton's own launch does in these; tests/kernels/test_launch.py compares them.
 TESTED_TRITON = tuple(minor(row.triton) for row in TESTED)
 # Private: torch.cuda.current_device looks first if CUDA is initialised.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
+
+
+class Record(NamedTuple):
+    """What was launched while it was recorded."""
+
+    # The variant, None if it was not launched in C; the grid; the kernel's tensors; its other arguments.
+    launches: list[tuple[Variant | None, int, tuple[Tensor | None, ...], tuple[Any, ...]]]
+    scratch: list[Tensor]  # that launchers made for their launches
+
+
+class _Recording(threading.local):
+    record: Record | None = None  # of the launches of this thread
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """Record the launches of this thread."""
+    _recording.record = Record([], [])
+    try:
+        yield _recording.record
+    finally:
+        _recording.record = None
+
+
+def new_scratch(like: Tensor, *shape: int) -> Tensor:
+    """Allocate fp32 that only the launches of one launcher see."""
+    made = like.new_empty(shape, dtype=torch.float32)
+    if _recording.record is not None:
+        _recording.record.scratch.append(made)
+    return made
 
 
 class Rows(NamedTuple):
@@ -69,7 +104,7 @@ class Launch:
         if n_programs == 0:
             return
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        if device >= 0 and device != _current_device():
+        if device >= 0 and device != current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
         arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -81,20 +116,22 @@ class Launch:
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         is_observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed
-        variant = self.variants.get(key)
-        if special or variant is None:
+        variant = None if special else self.variants.get(key)
+        if variant is not None:
+            arguments += self.values + sizes + self.tail
+            launch, start, has_sequence, current_stream, _ = variant
+            stream = current_stream(device)
+            if has_sequence:
+                launch(n_programs, 1, 1, stream, *start, arguments)
+            else:
+                launch(n_programs, 1, 1, stream, *start, *arguments)
+        else:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
-                self.variants[key] = Variant.of(compiled)
-            return
-        arguments += self.values + sizes + self.tail
-        launch, start, has_sequence, current_stream, _ = variant
-        stream = current_stream(device)
-        if has_sequence:
-            launch(n_programs, 1, 1, stream, *start, arguments)
-        else:
-            launch(n_programs, 1, 1, stream, *start, *arguments)
+                self.variants[key] = variant = Variant.of(compiled)
+        if _recording.record is not None:
+            _recording.record.launches.append((variant, n_programs, tensors, self.values + sizes + self.tail))
 
 
 class Variant(NamedTuple):
@@ -105,6 +142,18 @@ class Variant(NamedTuple):
     has_sequence: bool  # the kernel's arguments are one argument
     current_stream: Callable[[int], int]
     compiled: Any  # from Triton 3.8 on, a kernel that nobody holds is unloaded from the GPU
+
+    def bound(
+        self, grid: int, device: int, addresses_of: Callable[[list[Any]], tuple[Any, ...]], others: tuple[Any, ...]
+    ) -> Callable[[list[Any]], object]:
+        """Return a function of a call's addresses that launches on the current stream of ``device``.
+
+        ``addresses_of`` returns the kernel's, in order; ``others`` are its other arguments.
+        """
+        launch, start, has_sequence, current_stream, _ = self
+        if has_sequence:
+            return lambda a: launch(grid, 1, 1, current_stream(device), *start, addresses_of(a) + others)
+        return lambda a: launch(grid, 1, 1, current_stream(device), *start, *addresses_of(a), *others)
 
     @classmethod
     def of(cls, compiled: Any) -> Variant:
