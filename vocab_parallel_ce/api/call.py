@@ -136,6 +136,10 @@ def _others(outputs: TokenOutputs, settings: Settings) -> dict[str, Any]:
     return {name: getattr(outputs, name) for name in settings.outputs}
 
 
+# Returns None where the compiler traces no frame of this thread. Private: without it, where it is not imported.
+_tracer: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: sys.modules.get("torch._dynamo")
+)
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -175,7 +179,7 @@ def public(
             compiles = torch.compiler.is_dynamo_compiling()
             if not compiles and torch.compiler.is_exporting() and eager_if and eager_if(kwargs):
                 raise RuntimeError(f"{why}, not torch.export")
-            if (compiles or "torch._dynamo" in sys.modules) and (
+            if (compiles or _tracer() is not None) and (
                 verify.is_on
                 or (eager_if and eager_if(kwargs))
                 or (not TRACES_DTENSORS and any(map(is_dtensor, verify.members((*args, *kwargs.values())))))
