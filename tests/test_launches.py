@@ -177,3 +177,15 @@ def test_parts_are_one_more_launch_of_each_exchange(divergence, cut):
             loss.sum().backward()
         names = [call.args[0].kernel.fn.__name__ for call in launch.call_args_list]
         assert [name.removesuffix("_kernel") for name in names] == expected
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("rows", "expected"), ((1024, ["statistics"]), (1025, ["statistics", "outputs"])))
+def test_the_outputs_of_few_unreduced_rows_have_no_launch(rows, expected):
+    from vocab_parallel_ce.kernels.launch import Launch
+
+    logits, labels = torch.zeros(rows, 8), torch.zeros(rows, dtype=torch.int64)
+    with patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as launch:
+        losses = vocab_parallel_cross_entropy(logits, labels, reduction="none", impl="triton")
+    assert [call.args[0].kernel.fn.__name__.removesuffix("_kernel") for call in launch.call_args_list] == expected
+    torch.testing.assert_close(losses, torch.full((rows,), 8.0).log())

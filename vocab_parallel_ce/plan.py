@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     other_outputs: dict[str, torch.dtype]  # fields of TokenOutputs alongside the loss that are asked for, in order
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
-    stores_outputs: bool  # whether the launch of the statistics stores the outputs: of one rank's unreduced loss
+    stored_rows: int  # the most whose outputs the launch of the statistics stores: of one rank's unreduced loss
     is_prepared: bool = False  # whether targets need neither check_memory nor prepare
 
 
@@ -248,7 +248,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         other_outputs={name: output_dtype(name, key.dtype) for name in outputs},
         constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
         mean_over=mean_over,
-        stores_outputs=launchers.stores_outputs and key.n_ranks == 1 and settings.reduction == "none",
+        stored_rows=launchers.stored_rows if key.n_ranks == 1 and settings.reduction == "none" else 0,
     )
 
 

@@ -116,8 +116,9 @@ def forward(
 ) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs, divisor = call.plan, new_outputs(call.plan, shape, logits), call.divisor
-    if plan.stores_outputs:
-        stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
+    n_rows = logits.numel() // logits.shape[-1]
+    if 0 < n_rows <= plan.stored_rows:
+        stats = new_statistics(plan, n_rows, logits)
         plan.launchers.statistics(logits, targets, stats, plan.rank, None, outputs)
         return outputs, stats, None
     stats, count = local_statistics(plan, logits, targets)

@@ -28,6 +28,7 @@ from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, p
 from vocab_parallel_ce.spec import TokenOutputs
 
 NOT_STORED = TokenOutputs(None)  # type: ignore[arg-type]  # the outputs have a launch of their own
+STORED_ROWS = 1024  # more are not faster: 256 x 128256 gains 1 % on one H200, 4096 x 128256 loses 1 %
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Launchers(NamedTuple):
     """
 
     # (logits, targets, stats, rank, count): fills stats[0][rank], of a single rank all of them, and count [1] int32 if
-    # given. With stores_outputs also (..., outputs): fills those of a single rank's unreduced loss.
+    # given. Of at most stored_rows also (..., outputs): fills those of a single rank's unreduced loss.
     statistics: Callable[..., None]
     # (stats, targets, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
     # sum of the losses if given.
@@ -45,7 +45,7 @@ class Launchers(NamedTuple):
     # logits.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
-    stores_outputs: bool = False  # whether the launch of the statistics can
+    stored_rows: int = 0  # the most whose outputs the launch of the statistics stores
     # (launchers): the same for calls of one kind, whose tensors are contiguous. None: they are no faster.
     of_one_kind: Callable[[Launchers], Launchers] | None = None
 
@@ -163,6 +163,6 @@ def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]
         kernels.outputs.element_mul,
         widths=tuple(map(len, exchanges)),
         second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
-        stores_outputs=len(exchanges) == 1,
+        stored_rows=kernels.rows.STORED_ROWS if len(exchanges) == 1 else 0,
         of_one_kind=kernels.replay.replayed,
     )
