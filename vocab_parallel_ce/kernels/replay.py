@@ -62,19 +62,19 @@ def program_of(record: Record, tensors: Tensors, filled: Tensors) -> Program | N
 
     None if its launches are not all that it did, or if they cannot be launched in C.
     """
-    slots: dict[int, int] = {}
-    for slot, tensor in enumerate((*tensors, None, *record.scratch)):
-        if tensor is not None and slots.setdefault(id(tensor), slot) != slot:
-            return None  # it stands in two slots: which of them a kernel takes is not known
+    indices: dict[int, int] = {}
+    for index, tensor in enumerate((*tensors, None, *record.scratch)):
+        if tensor is not None and indices.setdefault(id(tensor), index) != index:
+            return None  # it stands at two indices: which of them a kernel takes is not known
     first: Any = tensors[0]
     nothing, device, launches, used = len(tensors), first.get_device(), [], set[int | None]()
     for variant, grid, arguments, others in record.launches:
-        taken = [nothing if tensor is None else slots.get(id(tensor)) for tensor in arguments]
+        taken = [nothing if tensor is None else indices.get(id(tensor)) for tensor in arguments]
         if variant is None or None in taken:
             return None
         used.update(taken)
         launches.append(variant.bound(grid, device, itemgetter(*taken), others))
-    if any(tensor is not None and slots[id(tensor)] not in used for tensor in filled):
+    if any(tensor is not None and indices[id(tensor)] not in used for tensor in filled):
         return None
     compiled = tuple([variant for variant, *_ in record.launches])
     return Program(device, tuple([tuple(t.shape) for t in record.scratch]), tuple(launches), compiled)
