@@ -144,7 +144,7 @@ def plan_call(
 
 
 def plan_of_one_kind(plan: Plan, tensors: Iterable[Tensor | None]) -> Plan:
-    """Return the plan for calls whose tensors are all as these are, except in their values and memory."""
+    """Return the plan for calls whose tensors are all as the caller's are here, except in values and memory."""
     of_one_kind = plan.launchers.of_one_kind
     if of_one_kind is None or not all(t is None or (t.is_contiguous() and not t.is_neg()) for t in tensors):
         return plan

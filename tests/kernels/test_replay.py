@@ -1,6 +1,7 @@
 """Programs: a call that launches again what an earlier call launched has the bits of a call that works it out."""
 
 from contextlib import nullcontext
+from operator import itemgetter
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ from vocab_parallel_ce import distillation_loss, token_log_probs, vocab_parallel
 
 pytest.importorskip("triton")
 from vocab_parallel_ce.kernels import replay
-from vocab_parallel_ce.kernels.launch import Record
+from vocab_parallel_ce.kernels.launch import Launch, Record, Variant, recorded
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS, COLUMNS = 3, 2048
@@ -63,22 +64,113 @@ def _unread_labels(unread_labels):
     """The look at the labels of a CPU is no launch."""
 
 
+# Kernels that a known kind of call launches outside of its programs.
+OWN_WAY = {
+    "in_forward": {"element_mul_kernel"},  # in backward
+    "hard": {"outputs_kernel"},  # PyTorch sums the losses
+}
+
+
+class Watched:
+    """What programs answer, and the kernels that are launched outside of them."""
+
+    def __init__(self):
+        self.answers, self.kernels = [], set()
+
+    def __enter__(self):
+        run, launch = replay.Program.run, Launch.__call__
+
+        def watched_run(program, tensors):
+            self.answers.append(run(program, tensors))
+            return self.answers[-1]
+
+        def watched_launch(made, *arguments):
+            self.kernels.add(made.kernel.fn.__name__)
+            return launch(made, *arguments)
+
+        self.patches = (
+            patch.object(replay.Program, "run", watched_run),
+            patch.object(Launch, "__call__", watched_launch),
+        )
+        for each in self.patches:
+            each.start()
+        return self
+
+    def __exit__(self, *error):
+        for each in self.patches:
+            each.stop()
+
+
+def in_programs(device):
+    return interpreted_programs() if device == "cpu" else nullcontext()
+
+
 @pytest.mark.parametrize("device", LANES)
 @pytest.mark.parametrize("kind", (ONE, SEVERAL, BY_SIZE))
 @pytest.mark.parametrize("name", LOSSES)
 def test_calls_of_a_kind_have_the_bits_of_calls_alone(name, kind, device):
-    calls = [(seed, backward) for seed, backward in enumerate((*BACKWARD, *BACKWARD))]
-    with programs(kind), interpreted_programs() if device == "cpu" else nullcontext():
+    with programs(kind), in_programs(device):
         alone = []
-        for call in calls:
+        for seed, backward in enumerate(BACKWARD):
             forget_plans()
-            alone.append(outcome(name, device, *call))
+            alone.append(outcome(name, device, seed, backward))
         forget_plans()
-        with patch.object(replay.Program, "run", autospec=True, side_effect=replay.Program.run) as run:
-            after_each_other = [outcome(name, device, *call) for call in calls]
-    for found, right in zip(after_each_other, alone, strict=True):
+        for seed, backward in enumerate([*BACKWARD] * 3):  # of a process's first call the logits are not overwritten
+            outcome(name, device, 7 + seed, backward)
+        with Watched() as watched:
+            known = [outcome(name, device, seed, backward) for seed, backward in enumerate(BACKWARD)]
+    for found, right in zip(known, alone, strict=True):
         assert all(map(torch.equal, found, right))
-    assert run.call_count >= 2 * len(BACKWARD)  # the second three calls, forward and backward
+    assert len(watched.answers) >= 2 * len(BACKWARD) and all(watched.answers)  # forward and backward
+    assert watched.kernels == OWN_WAY.get(name, set())
+
+
+# What a hook may return of what was saved: other strides, and other dtypes.
+FORMS = {
+    "as it was": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 4 else x,
+    "transposed otherwise": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x,
+    "rows apart": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]] if x.dim() == 4 else x,
+    "bf16": lambda x: x.bfloat16() if x.dim() == 4 and x.shape[-1] == COLUMNS else x,
+    "int32": lambda x: x.int() if x.dtype == torch.int64 else x,
+}
+
+
+@pytest.mark.parametrize("device", LANES)
+@pytest.mark.parametrize("name", ("none", "forward"))
+def test_what_was_saved_may_come_back_in_another_form(name, device):
+    """From a hook, or from a checkpoint that computes it again: the kind of the call does not say so."""
+    x, teacher = torch.randn(2, 2, 3, 2, COLUMNS, generator=torch.Generator().manual_seed(0)).to(device)
+    labels, factors = (torch.arange(12, device=device).view(2, 3, 2) + each for each in (0, 1.0))
+
+    def grad(form):
+        leaf = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, FORMS[form]):
+            loss = LOSSES[name](leaf * 1, labels, teacher)
+        (loss * factors).sum().backward()
+        return leaf.grad
+
+    alone = {}
+    for form in FORMS:
+        forget_plans()
+        alone[form] = grad(form)
+    with in_programs(device):
+        forget_plans()
+        for form in [*FORMS] * 4:
+            assert torch.equal(grad(form), alone[form]), form
+
+
+@pytest.mark.parametrize("device", LANES)
+def test_rows_apart_have_no_program(device):
+    """A kind of call has no strides: rows that are further apart are of the same one."""
+    labels = torch.arange(ROWS, device=device)
+    with in_programs(device), torch.no_grad(), Watched() as watched:
+        forget_plans()
+        for width in (72, 96, 128, 72):
+            logits = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0)).to(device)[:, :64]
+            loss = vocab_parallel_cross_entropy(logits, labels, reduction="none", impl="triton")
+            torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+    assert watched.answers == []
 
 
 @pytest.mark.interpreter
@@ -89,7 +181,7 @@ def test_divisors_of_a_kind():
     expected = vocab_parallel_cross_entropy(x.double(), labels, reduction="sum")
     with interpreted_programs():
         forget_plans()
-        for each in (*divisors, *divisors):
+        for each in divisors * 3:
             leaf = x.clone().requires_grad_()
             loss = vocab_parallel_cross_entropy(leaf * 1, labels, reduction="sum", num_items=each, impl="triton")
             loss.backward()
@@ -104,13 +196,32 @@ def test_a_call_of_other_memory_takes_the_launchers_own_way():
     """Off a boundary of 16 bytes other variants are launched, which is no reason to forget the program."""
     labels = torch.arange(ROWS)
     memory = torch.randn(1 + ROWS * COLUMNS, generator=torch.Generator().manual_seed(0))
-    with interpreted_programs(), torch.no_grad():
+    aligned, other = memory[1:].clone(), memory[1:]
+    with interpreted_programs(), torch.no_grad(), Watched() as watched:
         forget_plans()
         losses = []
-        for logits in (memory[1:].clone(), memory[1:], memory[1:].clone()):
+        for logits in (aligned, other, aligned, aligned, other, aligned):
             logits = logits.view(ROWS, COLUMNS)
             losses.append(vocab_parallel_cross_entropy(logits, labels, reduction="none", impl="triton"))
     assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert watched.answers == [True, False, True]  # after the call that is recorded
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("has_sequence", (False, True))
+def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
+    passed, tensor = [], torch.zeros(4)
+    variant = Variant(lambda *args: passed.append(args), ("start",), has_sequence, lambda device: device, None)
+    launch = Launch(None, (1.5,), {"A": 2}, num_warps=4)
+    launch.variants[-1, torch.float32, None] = variant
+    with recorded() as record:
+        launch(3, (tensor, None), (7,))
+    ((_, grid, _, others),) = record.launches
+    variant.bound(grid, -1, itemgetter(0, 1), others)([tensor.data_ptr(), None])
+    own, bound = passed
+    assert own[:5] == bound[:5] == (3, 1, 1, -1, "start")
+    of_kernel = [tensor.data_ptr(), None, 1.5, 7, 2]
+    assert [[*(args[5] if has_sequence else args[5:])] for args in passed] == [of_kernel, of_kernel]
 
 
 def a_record(*tensors):
@@ -127,7 +238,7 @@ def test_what_is_no_program():
     assert replay.program_of(a_record(a, None, b), (a, b, None), (b,)) is not None
     assert replay.program_of(a_record(a, b), (a, a, b), (b,)) is None  # which of both does the kernel take?
     assert replay.program_of(a_record(a, c), (a, b), ()) is None  # c is from elsewhere
-    assert replay.program_of(a_record(a), (a, b), (b,)) is None  # something else filled b
+    assert replay.program_of(a_record(a, None), (a, b), (b,)) is None  # something else filled b
     record = a_record(a, b)
     record.launches.append((None, 1, (b,), ()))
     assert replay.program_of(record, (a, b), (b,)) is None  # it cannot be launched in C

@@ -13,7 +13,7 @@ from tests.support.host.fresh import fresh_python
 pytestmark = pytest.mark.reference
 pytest.importorskip("triton")
 
-MOST = {  # frames, files, when the compiler is imported: then each call looks whether it must run eagerly
+MOST = {  # frames, files, when the compiler is imported
     "unreduced": (35, 10),
     "mean": (40, 10),
     "forward alone": (21, 10),

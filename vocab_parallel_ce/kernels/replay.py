@@ -1,11 +1,12 @@
 """Launchers that launch again what they launched before, with other addresses.
 
-    first call of a kind: launcher -> launches, which are recorded        later calls: addresses -> launches in C
+    launcher -> launches, which are recorded in the second call of a kind
+    later calls: addresses -> launches in C
 
 Which kernels a call needs, with which grids and values, depends on shapes, strides, dtypes and the device. To work it
-out takes longer than the launches. A plan in the cache of calls is of one kind, in which all of these are equal, so
-its launchers work it out once. A call whose memory does not begin at 16 bytes, that an observer watches or that is not
-of the current GPU takes the launchers' own way.
+out takes longer than the launches. A plan in the cache of calls is of one kind, in which all of these are equal. So its
+launchers need not work it out again. A call whose memory does not begin at 16 bytes, that an observer watches or that
+is not of the current GPU takes the launchers' own way, as the first call of a kind does: many kinds come once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vocab_parallel_ce.losses.base import Launchers
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 Tensors = tuple[Tensor | None, ...]
+MOST_PROGRAMS = 64  # of a kind of call
 
 
 class Program(NamedTuple):
@@ -72,6 +74,7 @@ def program_of(record: Record, tensors: Tensors, filled: Tensors) -> Program | N
         taken = [nothing if tensor is None else indices.get(id(tensor)) for tensor in arguments]
         if variant is None or None in taken:
             return None
+        assert len(taken) > 1, "an itemgetter of one index returns no tuple"
         used.update(taken)
         launches.append(variant.bound(grid, device, itemgetter(*taken), others))
     if any(tensor is not None and indices[id(tensor)] not in used for tensor in filled):
@@ -85,7 +88,9 @@ class Replayed:
 
     def __init__(self, launchers: Launchers) -> None:
         self.launchers = launchers
-        self.programs: dict[Any, Program | None] = {}  # by the launcher and what its calls may differ in
+        # By the launcher and what its calls may differ in. None: it does more than launch.
+        self.programs: dict[Any, Program | None] = {}
+        self.called: set[Any] = set()  # keys that came once
 
     def statistics(
         self,
@@ -98,7 +103,7 @@ class Replayed:
     ) -> None:
         tensors, program = (logits, *targets, *stats, count, *outputs), self.programs.get("statistics")
         if program is None or not program.run(tensors):
-            own, filled = (logits, targets, stats, rank, count, outputs), (*stats, count, *outputs)
+            own, filled = (logits, targets, stats, rank, count, outputs), (stats[0], count, *outputs)
             self._launch("statistics", self.launchers.statistics, own, tensors, filled)
 
     def outputs(
@@ -124,21 +129,38 @@ class Replayed:
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        new = None if grad_logits is logits else grad_logits
-        kinds = [None if grad is None else (grad.stride(0), grad.dtype) for grad in grads]
-        key = (None if divisor is None else divisor.dtype, new is None, *kinds)
-        tensors, program = (logits, *targets, *stats, divisor, *grads, new), self.programs.get(key)
+        saved, new = (logits, *targets, *stats, divisor), None if grad_logits is logits else grad_logits
+        # A checkpoint or a hook may return what was saved in another form.
+        forms = [None if t is None else (t.dtype, t.get_device(), t.is_contiguous()) for t in saved]
+        key = (new is None, *forms, *[None if grad is None else (grad.dtype, grad.stride(0)) for grad in grads])
+        tensors, program = (*saved, *grads, new), self.programs.get(key)
         if program is None or not program.run(tensors):
             own = (logits, targets, stats, divisor, grads, grad_logits)
-            self._launch(key, self.launchers.gradient, own, tensors, (grad_logits,))
+            are_contiguous = all([form is None or form[-1] for form in forms])
+            self._launch(key, self.launchers.gradient, own, tensors, (grad_logits,), are_contiguous)
 
-    def _launch(self, key: Any, launcher: Callable[..., None], own: Any, tensors: Tensors, filled: Tensors) -> None:
-        """Take the launcher's ``own`` way, and record what it launches in the first call."""
-        if key in self.programs or any(t is not None and t.data_ptr() % VECTOR_BYTES for t in tensors):
+    def _launch(
+        self,
+        key: Any,
+        launcher: Callable[..., None],
+        own: tuple[Any, ...],
+        tensors: Tensors,
+        filled: Tensors,
+        are_contiguous: bool = True,
+    ) -> None:
+        """Take the launcher's ``own`` way. The second time that is recorded."""
+        is_known = key in self.programs or any([t is not None and t.data_ptr() % VECTOR_BYTES for t in tensors])
+        if is_known or key not in self.called or not are_contiguous:
+            if len(self.called) >= MOST_PROGRAMS:
+                self.called.clear()
+                self.programs.clear()
+            self.called.add(key)
             launcher(*own)
             return
         with recorded() as record:
             launcher(*own)
+        if any(variant is None for variant, *_ in record.launches):
+            return  # of other memory, observed, or by a Triton whose variants are not known
         self.programs[key] = program_of(record, tensors, filled)
 
 

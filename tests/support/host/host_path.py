@@ -22,7 +22,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # so that CPU tensors may be launched over
 
 import torch
-import torch._dynamo  # as in a program that compiles something: then each call looks whether it must run eagerly
+import torch._dynamo  # as in a program that compiles something
 
 import vocab_parallel_ce as vp
 from vocab_parallel_ce.kernels import launch
