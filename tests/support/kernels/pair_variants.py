@@ -69,7 +69,7 @@ def of_algebra(
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
         if second is None:
             stores = (*dtypes[:-6], fp32, *NOT_STORED[1:])
-            yield Variant(name.format(f"{'merged' if parts else 'statistics'}_stores"), launch, stores)
+            yield Variant(f"{name.format('merged' if parts else 'statistics')}stores", launch, stores)
     for stats in (None, fp32) if second else (None,):
         dtypes = (*of_rows, stats, fp32, None)
         fields = (2, *gathered) if stats else (widths[0],)
