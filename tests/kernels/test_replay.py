@@ -253,3 +253,14 @@ def test_what_a_program_leaves_to_its_launcher(monkeypatch):
     assert program._replace(device=1).run((a, b)) and not program._replace(device=0).run((a, b))
     monkeypatch.setattr(replay.knobs.runtime, "launch_enter_hook", print)
     assert not program.run((a, b))
+
+
+@pytest.mark.reference
+def test_a_kind_that_is_known_forgets_no_program():
+    """One whose launcher does more than launch comes its own way at each call; a new one at the limit forgets all."""
+    own = replay.Replayed(None)
+    own.called, own.programs = set(range(replay.MOST_PROGRAMS)), {0: None, 1: "a program"}
+    own._launch(0, lambda: None, (), (), ())
+    assert own.programs == {0: None, 1: "a program"}
+    own._launch("new", lambda: None, (), (), ())
+    assert own.programs == {} and own.called == {"new"}

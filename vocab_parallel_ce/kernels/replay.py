@@ -90,7 +90,7 @@ class Replayed:
         self.launchers = launchers
         # By the launcher and what its calls may differ in. None: it does more than launch.
         self.programs: dict[Any, Program | None] = {}
-        self.called: set[Any] = set()  # keys that came once
+        self.called: set[Any] = set()  # keys that have come
 
     def statistics(
         self,
@@ -150,11 +150,13 @@ class Replayed:
     ) -> None:
         """Take the launcher's ``own`` way. The second time that is recorded."""
         is_known = key in self.programs or any([t is not None and t.data_ptr() % VECTOR_BYTES for t in tensors])
-        if is_known or key not in self.called or not are_contiguous:
+        is_new = key not in self.called
+        if is_new:
             if len(self.called) >= MOST_PROGRAMS:
                 self.called.clear()
                 self.programs.clear()
             self.called.add(key)
+        if is_new or is_known or not are_contiguous:
             launcher(*own)
             return
         with recorded() as record:
