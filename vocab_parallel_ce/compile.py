@@ -221,7 +221,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     traced = Traced.read(*arguments)
     (logits,), settings = traced.inputs, traced.settings
     call, targets = plan_call(traced.loss, logits, traced.targets, settings, traced.group, traced.num_items)
-    outputs, stats, divisor = run.forward(call, walkable(logits), targets, traced.shape)
+    outputs, (divisor, *stats) = run.forward(call, walkable(logits), targets)
     count = divisor if settings.reduction == "mean" else None  # an operator must not return one of its arguments
     return _present([*outputs, *stats, count])
 
@@ -270,7 +270,8 @@ def _gradient(stats: list[Tensor], grads: list[Tensor | None], *arguments: Any) 
     (logits,), settings = traced.inputs, traced.settings._replace(check_labels=False)
     call, targets = plan_call(traced.loss, logits, traced.targets, settings, traced.group)
     source, grad = source_and_new(logits)
-    run.write_gradient(call.plan, source, targets, tuple(stats), traced.num_items, GradOutputs(*grads), grad)
+    found, of_outputs = (traced.num_items, *stats), run.with_loss(GradOutputs(*grads), grad)
+    run.fill_gradient(call.plan, source, found, targets, of_outputs, grad)
     return [grad]
 
 

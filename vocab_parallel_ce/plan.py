@@ -22,8 +22,10 @@ from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, shard_of_rank
+from vocab_parallel_ce.program import Programs, directly
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.summed import check_summed
 from vocab_parallel_ce.targets import Tokens, are_prepared, check, check_memory, prepare
 
@@ -53,7 +55,11 @@ class Plan(NamedTuple):
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
     stored_rows: int  # the most whose outputs the launch of the statistics stores: of one rank's unreduced loss
+    n_outputs: int  # fields of TokenOutputs that are returned: up to the last that is asked for
+    has_kernels: bool  # or plain PyTorch
     is_prepared: bool = False  # whether targets need neither check_memory nor prepare
+    # (key, function, tensors, *others): returns function(*others, *tensors), in later calls of one kind by a program.
+    run: Callable[..., tuple[Any, ...]] = directly
 
 
 class Call(NamedTuple):
@@ -145,10 +151,8 @@ def plan_call(
 
 def plan_of_one_kind(plan: Plan, tensors: Iterable[Tensor | None]) -> Plan:
     """Return the plan for calls whose tensors are all as the caller's are here, except in values and memory."""
-    of_one_kind = plan.launchers.of_one_kind
-    if of_one_kind is None or not all(t is None or (t.is_contiguous() and not t.is_neg()) for t in tensors):
-        return plan
-    return plan._replace(launchers=of_one_kind(plan.launchers))
+    are_as_they_lie = all(t is None or (t.is_contiguous() and not t.is_neg()) for t in tensors)
+    return plan._replace(run=Programs().run) if plan.has_kernels and are_as_they_lie else plan
 
 
 def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
@@ -249,6 +253,8 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
         mean_over=mean_over,
         stored_rows=launchers.stored_rows if key.n_ranks == 1 and settings.reduction == "none" else 0,
+        has_kernels=kernels is not None,
+        n_outputs=1 + TokenOutputs._fields.index(next(reversed(outputs), "loss")),
     )
 
 

@@ -12,6 +12,7 @@ Before its gradient every backward runs :func:`run_backward`, of a head too: it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,9 +24,10 @@ from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
+from vocab_parallel_ce.program import directly, make, step
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
-Stats = tuple[Tensor, ...]  # of each exchange, [R, N, K]
+Stats = Sequence[Tensor]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
 N_GRADS = len(GradOutputs._fields)  # the outputs after these have no gradient
 
@@ -55,25 +57,19 @@ def new_outputs(plan: Plan, shape: Sequence[int], like: Tensor) -> TokenOutputs:
     An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
     returns, as ``loss += auxiliary_loss`` does.
     """
-    # PyTorch takes microseconds longer to read a torch.Size.
-    loss = like.new_empty(*shape, *plan.row_shape, dtype=plan.dtype)
-    if not plan.other_outputs:
-        return TokenOutputs(loss)
-    others = {name: like.new_empty(*shape, dtype=dtype) for name, dtype in plan.other_outputs.items()}
-    return TokenOutputs(loss, **others)
+    loss = make(like, *shape, *plan.row_shape, dtype=plan.dtype)
+    return TokenOutputs(loss, **{n: make(like, *shape, dtype=dtype) for n, dtype in plan.other_outputs.items()})
 
 
 def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
     """Allocate the statistics of all ranks."""
-    widths = plan.launchers.widths
-    first = like.new_empty(plan.n_ranks, n_rows, widths[0], dtype=plan.dtype)
-    return (first,) if len(widths) == 1 else (first, like.new_empty(plan.n_ranks, n_rows, widths[1], dtype=plan.dtype))
+    return tuple([make(like, plan.n_ranks, n_rows, width, dtype=plan.dtype) for width in plan.launchers.widths])
 
 
 def local_statistics(plan: Plan, logits: Tensor, targets: Any) -> tuple[Stats, Tensor | None]:
     """Return the statistics of all ranks, of which this rank's are filled, and ``[1]`` rows that it has counted."""
     stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
-    count = logits.new_empty(1, dtype=torch.int32) if plan.mean_over == "rows" and plan.loss.counts else None
+    count = make(logits, 1, dtype=torch.int32) if plan.mean_over == "rows" and plan.loss.counts else None
     plan.launchers.statistics(logits, targets, stats, plan.rank, count)
     return stats, count
 
@@ -94,51 +90,96 @@ def exchange(call: Call, logits: Tensor, targets: Any, stats: Stats, begun: Any 
 
 def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
     """Return ``[1]``, what divides the losses of a mean, of the same bits on all ranks."""
+    dtype = plan.dtype if plan.mean_over == "weights" else torch.int64
+    divisor = make(stats[0], 1, dtype=dtype)
+    step(partial(_fill_divisor, plan), divisor, stats[0], *targets)
+    return divisor
+
+
+def _fill_divisor(plan: Plan, divisor: Tensor, stats: Tensor, *targets: Tensor | None) -> None:
     if plan.mean_over == "weights":
         index = plan.options.statistics.index("target_weight")
         # One rank has the label. To index with ... takes microseconds longer.
-        return stats[0].select(2, index).sum(dim=0).sum().view(1)
-    ignored = plan.loss.ignored(targets, plan.options)
-    if ignored is None:
-        return stats[0].new_full((1,), stats[0].shape[1], dtype=torch.int64)
-    return (~ignored).sum().view(1)
+        torch.sum(stats.select(2, index).sum(dim=0), dim=0, keepdim=True, out=divisor)
+    elif (ignored := plan.loss.ignored(plan.loss.Targets(*targets), plan.options)) is None:
+        divisor.fill_(stats.shape[1])
+    else:
+        torch.sum(~ignored, dim=0, keepdim=True, out=divisor)
 
 
 def fill_outputs(plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None, outputs: TokenOutputs) -> TokenOutputs:
     """Fill ``outputs`` from the statistics of all ranks, and return them; the loss of a reduced call is their sum."""
-    total = None if plan.reduction == "none" else outputs.loss.new_empty(())
+    total = None if plan.reduction == "none" else make(outputs.loss, dtype=plan.dtype)
     plan.launchers.outputs(stats, targets, divisor, outputs, total)
     return outputs if total is None else outputs._replace(loss=total)
 
 
-def forward(
-    call: Call, logits: Tensor, targets: Any, shape: Sequence[int]
-) -> tuple[TokenOutputs, Stats, Tensor | None]:
-    """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
-    plan, outputs, divisor = call.plan, new_outputs(call.plan, shape, logits), call.divisor
+# Functions that may have programs take tensors and None alone, after the plan, and return a flat tuple of them.
+
+
+def _statistics(plan: Plan, logits: Tensor, *targets: Tensor | None) -> tuple[Any, ...]:
+    stats, count = local_statistics(plan, logits, plan.loss.Targets(*targets))
+    return count, *stats
+
+
+def _outputs(plan: Plan, logits: Tensor, divisor: Tensor | None, *stats_and_targets: Any) -> tuple[Any, ...]:
+    n = len(plan.launchers.widths)
+    stats, targets = stats_and_targets[:n], plan.loss.Targets(*stats_and_targets[n:])
+    outputs = new_outputs(plan, logits.shape[:-1], logits)
+    return fill_outputs(plan, stats, targets, divisor, outputs)[: plan.n_outputs]
+
+
+def _of_one_rank(plan: Plan, logits: Tensor, divisor: Tensor | None, *targets: Tensor | None) -> tuple[Any, ...]:
     n_rows = logits.numel() // logits.shape[-1]
     if 0 < n_rows <= plan.stored_rows:
-        stats = new_statistics(plan, n_rows, logits)
-        plan.launchers.statistics(logits, targets, stats, plan.rank, None, outputs)
-        return outputs, stats, None
-    stats, count = local_statistics(plan, logits, targets)
+        outputs, stats = new_outputs(plan, logits.shape[:-1], logits), new_statistics(plan, n_rows, logits)
+        plan.launchers.statistics(logits, plan.loss.Targets(*targets), stats, 0, None, outputs)
+        return *outputs[: plan.n_outputs], None, *stats
+    count, *own = _statistics(plan, logits, *targets)
+    if plan.mean_over:
+        divisor = divisor_of(plan, plan.loss.Targets(*targets), own) if count is None else count
+    return *_outputs(plan, logits, divisor, *own, *targets), divisor, *own
+
+
+def _gradient(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
+    (logits, divisor), new, n = tensors[:2], tensors[-1], 2 + len(plan.launchers.widths)
+    stats, targets = tensors[2:n], plan.loss.Targets(*tensors[n : -1 - N_GRADS])
+    grads = GradOutputs(*[None if grad is None else per_row(grad, logits) for grad in tensors[-1 - N_GRADS : -1]])
+    if plan.row_shape and grads.loss is not None:
+        grads = grads._replace(loss=tensors[-1 - N_GRADS].reshape(-1, *plan.row_shape))
+    plan.launchers.gradient(logits, targets, stats, divisor, grads, logits if new is None else new)
+    return ()
+
+
+def forward(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the outputs ``[...]`` or reduced, and the divisor and all statistics. Reads the logits once.
+
+    The outputs are the fields of TokenOutputs up to the last that was asked for.
+    """
+    plan, divisor = call.plan, call.divisor
+    of_divisor = None if divisor is None else divisor.dtype
+    if plan.n_ranks == 1:
+        found = plan.run(("forward", of_divisor), _of_one_rank, (logits, divisor, *targets), plan)
+        return found[: plan.n_outputs], found[plan.n_outputs :]
+    count, *stats = plan.run("statistics", _statistics, (logits, *targets), plan)
     exchange(call, logits, targets, stats)
     if plan.mean_over:
         divisor = divisor_of(plan, targets, stats) if count is None else count
-    return fill_outputs(plan, stats, targets, divisor, outputs), stats, divisor
+    outputs = plan.run(("outputs", of_divisor), _outputs, (logits, divisor, *stats, *targets), plan)
+    return outputs, (divisor, *stats)
 
 
-def forward_in_place(call: Call, logits: Tensor, targets: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Tensor]:
+def forward_in_place(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], Tensor]:
     """Return the outputs, and the gradient in the memory of ``logits``, or in a copy if they cannot be overwritten."""
     plan, grad = call.plan, overwritable(logits)
     if takes_one_pass(plan, grad.numel() // grad.shape[-1]):
-        outputs = new_outputs(plan, shape, grad)
-        one_pass(call, grad, targets, outputs)
-        if plan.reduction != "none":
-            outputs = outputs._replace(loss=outputs.loss.sum())
+        filled = new_outputs(plan, grad.shape[:-1], grad)
+        one_pass(call, grad, targets, filled)
+        total = filled.loss if plan.reduction == "none" else filled.loss.sum()
+        outputs = total, *filled[1 : plan.n_outputs]
     else:
-        outputs, stats, divisor = forward(call, grad, targets, shape)
-        plan.launchers.gradient(grad, targets, stats, divisor, GradOutputs(), grad)
+        outputs, found = forward(call, grad, targets)
+        fill_gradient(plan, grad, found, targets, GradOutputs(), grad)
     raise_version(grad)
     return outputs, grad
 
@@ -158,20 +199,27 @@ def one_pass(call: Call, logits: Tensor, targets: Any, outputs: TokenOutputs) ->
     )
 
 
-def write_gradient(
-    plan: Plan,
-    logits: Tensor,
-    targets: Any,
-    stats: Stats,
-    divisor: Tensor | None,
-    grads: GradOutputs,
-    grad_logits: Tensor,
+def with_loss(grads: GradOutputs, like: Tensor) -> GradOutputs:
+    """Return ``grads``, with 0 for a loss that was not used."""
+    return grads if grads.loss is not None else grads._replace(loss=like.new_zeros((), dtype=torch.float32))
+
+
+def fill_gradient(
+    plan: Plan, logits: Tensor, found: Sequence[Any], targets: Any, grads: GradOutputs, grad_logits: Tensor
 ) -> None:
-    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
-    loss = logits.new_zeros(1, dtype=torch.float32) if grads.loss is None else grads.loss
-    loss = loss.reshape(-1, *plan.row_shape) if plan.row_shape else per_row(loss, logits)
-    others = [None if grad is None else per_row(grad, logits) for grad in grads[1:]] if plan.other_outputs else ()
-    plan.launchers.gradient(logits, targets, stats, divisor, GradOutputs(loss, *others), grad_logits)
+    """Fill ``grad_logits``, a new tensor or the logits themselves, from what forward has ``found``.
+
+    ``grads`` are those of the outputs; None is 1 for the loss, and 0 for the others.
+    """
+    run, new, forms = plan.run, None if grad_logits is logits else grad_logits, []
+    saved = (logits, *found, *targets)
+    if plan.gradient != "auto":  # a checkpoint's hooks may have returned what was saved in another form
+        forms = [None if t is None else (t.dtype, t.get_device(), t.is_contiguous()) for t in saved]
+        run = plan.run if all([form is None or form[-1] for form in forms]) else directly
+    given = grads if plan.other_outputs else grads[:1]
+    of_divisor = None if found[0] is None else found[0].dtype
+    key = (new is None, of_divisor, *forms, *[None if grad is None else (grad.dtype, grad.stride()) for grad in given])
+    run(key, _gradient, (*saved, *grads, new), plan)
 
 
 def raise_version(overwritten: Tensor) -> None:
@@ -180,18 +228,16 @@ def raise_version(overwritten: Tensor) -> None:
         torch.autograd.graph.increment_version(overwritten)
 
 
-def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return outputs as an autograd Function does, up to the last that was asked for: a None takes time."""
+def mark_constants(ctx: Any, outputs: Sequence[Tensor | None], plan: Plan) -> None:
+    """Tell autograd which outputs have no gradient."""
     if plan.constants:
-        ctx.mark_non_differentiable(*[getattr(outputs, name) for name in plan.constants])
-    last = next(reversed(plan.other_outputs), "loss")
-    return outputs[: 1 + TokenOutputs._fields.index(last)]
+        ctx.mark_non_differentiable(*[outputs[TokenOutputs._fields.index(name)] for name in plan.constants])
 
 
 def run_backward(
     gradient: Callable[[Any, tuple[Any, ...], GradOutputs], Found],
     ctx: Any,
-    grads: tuple[Tensor | None, ...],
+    grads: tuple[Any, ...],
     refusals: Refusals,
 ) -> Found | None:
     """Return ``gradient(ctx, saved tensors, grads)``; None if no output was used: then nothing is read.
@@ -247,14 +293,13 @@ class OverLogits(torch.autograd.Function):
         ctx.call, ctx.handed_on = call, False
         ctx.set_materialize_grads(False)
         plan = call.plan
-        *shape, _ = logits.shape  # to cut a torch.Size takes longer
         if plan.gradient == "auto":
             measure()
         elif plan.gradient != "out_of_place":
             ctx.age = current_age()
         if plan.gradient == "in_forward":
             version = logits._version
-            outputs, grad = forward_in_place(call, logits, targets, shape)
+            outputs, grad = forward_in_place(call, logits, targets)
             if grad is logits:
                 mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
@@ -263,9 +308,10 @@ class OverLogits(torch.autograd.Function):
             if not logits.is_contiguous() or logits.is_neg():
                 kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
                 source = walkable(kept)
-            outputs, stats, divisor = forward(call, source, targets, shape)
-            ctx.save_for_backward(kept, divisor, *stats, *targets)
-        return as_returned(ctx, outputs, plan)
+            outputs, found = forward(call, source, targets)
+            ctx.save_for_backward(kept, *found, *targets)
+        mark_constants(ctx, outputs, plan)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
@@ -290,7 +336,7 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         plan.launchers.element_mul(grad, per_row(grads.loss, grad))
     else:
         n = 2 + len(plan.launchers.widths)
-        write_gradient(plan, source, plan.loss.Targets(*saved[n:]), saved[2:n], saved[1], grads, grad)
+        fill_gradient(plan, source, saved[1:n], saved[n:], with_loss(grads, grad), grad)
     if ctx.handed_on:
         mark_written(ctx, kept, grad, version)
     return grad

@@ -229,7 +229,7 @@ def run_logits(
     if torch.is_grad_enabled() and logits.requires_grad:
         return TokenOutputs(*OverLogits.apply(logits, targets, call))
     with torch.no_grad():
-        return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
+        return TokenOutputs(*forward(call, walkable(logits), targets)[0])
 
 
 def run_objective(

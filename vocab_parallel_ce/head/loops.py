@@ -187,8 +187,7 @@ def backward(
 
     Overwrites ``kept``.
     """
-    if grads.loss is None:
-        grads = grads._replace(loss=stats[0].new_zeros(()))
+    grads = run.with_loss(grads, stats[0])
     grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad) for grad in grads])
     return _gradients(Products(linear, local, targets, wanted, kept), stats, grads)
 

@@ -20,7 +20,7 @@ from vocab_parallel_ce.head.loops import Gradients
 from vocab_parallel_ce.head.plan import LinearCall, in_backward
 from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.plan import has_no_hooks
-from vocab_parallel_ce.run import Refusals, as_returned, check_loss_alone, run_backward
+from vocab_parallel_ce.run import Refusals, check_loss_alone, mark_constants, run_backward
 from vocab_parallel_ce.spec import GradOutputs
 from vocab_parallel_ce.targets import Head
 
@@ -57,7 +57,8 @@ class OverHead(torch.autograd.Function):
             saved += [*local, linear.call.divisor, logits, *stats, *targets]
         ctx.save_for_backward(*saved)
         if linear.objective is None:
-            return as_returned(ctx, outputs, plan)
+            mark_constants(ctx, outputs, plan)
+            return outputs[: plan.n_outputs]
         # Backward needs neither the function nor its numbers.
         ctx.linear, ctx.refusals = linear._replace(objective=None), OF_OBJECTIVES
         ctx.mark_non_differentiable(*[output for output in outputs if output is not None])

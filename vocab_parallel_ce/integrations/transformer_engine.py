@@ -140,8 +140,8 @@ def cross_entropy_forward(
     )
     targets, group = Labels(target), process_group_of(dist_process_group)
     call, targets = plan_call(LABELS, _input, targets, settings, group)
-    outputs, grad = run.forward_in_place(call, _input, targets, target.shape)
-    return outputs.loss, grad
+    (loss,), grad = run.forward_in_place(call, _input, targets)
+    return loss, grad
 
 
 @public(eager_if=lambda keywords: True)

@@ -10,6 +10,7 @@ Regime: a few microseconds beside one pass over the shard; k up to some hundreds
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from vocab_parallel_ce.kernels.rows import statistics
 from vocab_parallel_ce.kernels.top_k_teacher import row_gradients, row_loss
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
+from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -231,7 +233,7 @@ class GivenIds:
     def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
         ids, log_probs, labels, temperature = _parts_of(targets)
         n_rows = stats[0].shape[1]
-        label = ids.new_empty(n_rows, dtype=torch.int64)
+        label = make(ids, n_rows, dtype=torch.int64)
         base, rows = row_arguments(logits)
         launch = _statistics(rows, self.options, self.shard, labels is not None)
         tensors = (base, ids, log_probs, labels, temperature, stats[0], label)
@@ -251,7 +253,7 @@ class GivenIds:
         launch = _outputs(self.options, self.shard, labels is not None, n_ranks)
         launch(n_rows, (stats[0], ids, log_probs, labels, divisor, outputs.loss), (n_rows, self.shard.start))
         if total is not None:
-            sum_losses(outputs.loss, total)
+            step(sum_losses, outputs.loss, total)
 
     def gradient(
         self,
@@ -267,7 +269,7 @@ class GivenIds:
         grad = stats[0].new_ones(1).expand(n_rows) if grads.loss is None else grads.loss
         if log_probs is None:
             grad = grad.contiguous()
-        new = stats[0].new_empty
+        new = partial(make, stats[0], dtype=torch.float32)
         columns, values = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, n_ids)
         merged, weight, label = new(1, n_rows, 3), new(n_rows), new(n_rows, dtype=torch.int64)
         base, rows = row_arguments(logits)

@@ -30,6 +30,7 @@ from vocab_parallel_ce.kernels.outputs import element_mul, outputs
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.base import Launchers
 from vocab_parallel_ce.losses.kept import NO_ID
+from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats
 
@@ -145,13 +146,13 @@ def launchers(options: LossOptions, shard: VocabShard) -> Launchers:
     ) -> None:
         labels, kept, temperature = targets
         (n_rows, k), n_ranks = kept.shape, stats[0].shape[0]
-        columns, values = stats[0].new_empty(n_rows, k, dtype=torch.int32), stats[0].new_empty(n_rows, k)
+        columns, values = (make(stats[0], n_rows, k, dtype=dtype) for dtype in (torch.int32, torch.float32))
         base, rows = row_arguments(logits)
         strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
         launch = _gradient(rows, k, strides, n_ranks, shard, options)
         tensors = (base, labels, kept, temperature, stats[0], grads.loss, grads.entropy, columns, values)
         launch(n_rows, tensors, (n_rows, shard.start))
-        grad_logits.zero_()
+        step(Tensor.zero_, grad_logits)
         write_columns(columns, values, grad_logits)
 
     fill_outputs = outputs(label_loss(shard, options))

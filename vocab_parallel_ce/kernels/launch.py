@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from triton.runtime import driver
 from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
+from vocab_parallel_ce.program import Run, recording
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 
@@ -25,39 +24,6 @@ TESTED_TRITON = tuple(minor(row.triton) for row in TESTED)
 # Private: torch.cuda.current_device looks first if CUDA is initialised.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
-
-
-class Record(NamedTuple):
-    """What was launched while it was recorded."""
-
-    # The variant, None if it was not launched in C; the grid; the kernel's tensors; its other arguments.
-    launches: list[tuple[Variant | None, int, tuple[Tensor | None, ...], tuple[Any, ...]]]
-    scratch: list[Tensor]  # that launchers made for their launches
-
-
-class _Recording(threading.local):
-    record: Record | None = None  # of the launches of this thread
-
-
-_recording = _Recording()
-
-
-@contextmanager
-def recorded() -> Iterator[Record]:
-    """Record the launches of this thread."""
-    _recording.record = Record([], [])
-    try:
-        yield _recording.record
-    finally:
-        _recording.record = None
-
-
-def new_scratch(like: Tensor, *shape: int) -> Tensor:
-    """Allocate fp32 that only the launches of one launcher see."""
-    made = like.new_empty(shape, dtype=torch.float32)
-    if _recording.record is not None:
-        _recording.record.scratch.append(made)
-    return made
 
 
 class Rows(NamedTuple):
@@ -113,9 +79,7 @@ class Launch:
         for address in arguments:
             if address:
                 all_bits |= address
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        is_observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed
+        special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed()
         variant = None if special else self.variants.get(key)
         if variant is not None:
             arguments += self.values + sizes + self.tail
@@ -130,8 +94,10 @@ class Launch:
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
                 self.variants[key] = variant = Variant.of(compiled)
-        if _recording.record is not None:
-            _recording.record.launches.append((variant, n_programs, tensors, self.values + sizes + self.tail))
+        if recording.record is not None:
+            others = self.values + sizes + self.tail
+            bind = None if variant is None else functools.partial(variant.bound, n_programs, others)
+            recording.record.steps.append((bind, tensors))
 
 
 class Variant(NamedTuple):
@@ -143,17 +109,15 @@ class Variant(NamedTuple):
     current_stream: Callable[[int], int]
     compiled: Any  # from Triton 3.8 on, a kernel that nobody holds is unloaded from the GPU
 
-    def bound(
-        self, grid: int, device: int, addresses_of: Callable[[list[Any]], tuple[Any, ...]], others: tuple[Any, ...]
-    ) -> Callable[[list[Any]], object]:
+    def bound(self, grid: int, others: tuple[Any, ...], device: int, take: Callable[[Any], tuple[Any, ...]]) -> Run:
         """Return a function of a call's addresses that launches on the current stream of ``device``.
 
-        ``addresses_of`` returns the kernel's, in order; ``others`` are its other arguments.
+        ``take`` returns the kernel's addresses of them, in order; ``others`` are its other arguments.
         """
         launch, start, has_sequence, current_stream, _ = self
         if has_sequence:
-            return lambda a: launch(grid, 1, 1, current_stream(device), *start, addresses_of(a) + others)
-        return lambda a: launch(grid, 1, 1, current_stream(device), *start, *addresses_of(a), *others)
+            return lambda a, _: launch(grid, 1, 1, current_stream(device), *start, take(a) + others)
+        return lambda a, _: launch(grid, 1, 1, current_stream(device), *start, *take(a), *others)
 
     @classmethod
     def of(cls, compiled: Any) -> Variant:
@@ -165,6 +129,17 @@ class Variant(NamedTuple):
             return cls(run.launch, (*start, *nothing, metadata, None, *nothing), False, stream, compiled)
         types = run.arg_annotations, run.kernel_signature
         return cls(run.launch, (*start, metadata, None, *nothing, *nothing, *types), True, stream, compiled)
+
+
+def is_observed() -> bool:
+    """Whether a profiler observes launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def can_launch(device: int) -> bool:
+    """Whether a variant can be launched on ``device`` as it is: it is the current one, and nobody observes."""
+    return not is_observed() and (device < 0 or device == current_device())
 
 
 def _takes_more(run: Any) -> bool:

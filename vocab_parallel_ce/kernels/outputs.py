@@ -46,6 +46,7 @@ from vocab_parallel_ce.kernels.launch import (
     walk_launch,
 )
 from vocab_parallel_ce.kernels.walk import Sizes, clear_padding, locate, write
+from vocab_parallel_ce.program import step
 from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
@@ -169,7 +170,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
         tensors = (stats[0], second, labels, divisor, *outputs, in_launch)
         launch_of(block, n_ranks, width)(-(-n_rows // block), tensors, (n_rows,))
         if total is not None and in_launch is None:
-            sum_losses(outputs.loss, total)
+            step(sum_losses, outputs.loss, total)
 
     return fill
 

@@ -16,6 +16,7 @@ ignored row and no padding.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,8 +24,9 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape, units_of
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, add_sums, as_they_are, in_units, load_sums, merged_ranks
-from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches, new_scratch
+from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches
 from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_edges, walk_parts
+from vocab_parallel_ce.program import make
 from vocab_parallel_ce.spec import TokenOutputs
 
 NOT_STORED = TokenOutputs(None)  # type: ignore[arg-type]  # the outputs have a launch of their own
@@ -312,7 +314,8 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         parts, counted, has_both = None, count, n_ranks == 1 and len(stats) > 1
         if part is not None:
             block = shape.block
-            parts = new_scratch(stats[0], n_rows, block.n_parts, loss.n_lane_fields or width, block.lanes)
+            shape_of_parts = n_rows, block.n_parts, loss.n_lane_fields or width, block.lanes
+            parts = make(stats[0], *shape_of_parts, dtype=torch.float32)
             n_programs = n_rows * block.n_parts + (count is not None)
             part(n_programs, (*tensors, None, parts, count), (n_rows, loss.shard.start))
             counted = None
@@ -336,7 +339,7 @@ def second(loss: KernelLoss) -> Callable[..., None]:
         shape = _shape(loss, rows, n_rows, logits.itemsize, rank, n_ranks)
         parts, block = None, shape.block
         if shape.is_cut:
-            parts = new_scratch(stats[0], n_rows, block.n_parts, 2, block.lanes)
+            parts = make(stats[0], n_rows, block.n_parts, 2, block.lanes, dtype=torch.float32)
             part = _launch_of_parts(loss, rows, shape, 2, n_ranks, width)
             part(n_rows * block.n_parts, (*tensors, stats[0], parts, None), (n_rows, loss.shard.start))
         launch = _second(loss, rows, shape, n_ranks, width)

@@ -46,8 +46,6 @@ class Launchers(NamedTuple):
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
     stored_rows: int = 0  # the most whose outputs the launch of the statistics stores
-    # (launchers): the same for calls of one kind, whose tensors are contiguous. None: they are no faster.
-    of_one_kind: Callable[[Launchers], Launchers] | None = None
 
 
 LOSSES: dict[str, Loss] = {}  # Keys: names of the losses' files, as operators pass them.
@@ -164,5 +162,4 @@ def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]
         widths=tuple(map(len, exchanges)),
         second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
         stored_rows=kernels.rows.STORED_ROWS if len(exchanges) == 1 else 0,
-        of_one_kind=kernels.replay.replayed,
     )

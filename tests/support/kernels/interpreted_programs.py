@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.layout import VECTOR_BYTES
+from vocab_parallel_ce.program import recording
 
 
-class Interpreted(NamedTuple):
-    """In the place of a compiled variant: an interpreted kernel that gets addresses."""
+def bound(launch: Launch, n_programs: int, sizes: Any, dtypes: tuple[Any, ...], _: int, take: Any) -> Any:
+    """What stands for ``Variant.bound``: an interpreted kernel that gets addresses."""
 
-    launch: Launch
-    dtypes: tuple[torch.dtype | None, ...]  # of its tensors
-    sizes: tuple[int, ...]
+    def run(addresses: list[Any], _: object) -> None:
+        tensors = [_at(*each) for each in zip(take(addresses), dtypes, strict=True)]
+        launch.kernel[(n_programs,)](*tensors, *launch.values, *sizes, **launch.constants, **launch.compiler)
 
-    def bound(self, grid: int, device: int, addresses_of: Callable[[Any], Any], others: Any) -> Callable[[Any], None]:
-        made, dtypes, sizes = self
-
-        def run(addresses: list[Any]) -> None:
-            tensors = [_at(*each) for each in zip(addresses_of(addresses), dtypes, strict=True)]
-            made.kernel[(grid,)](*tensors, *made.values, *sizes, **made.constants, **made.compiler)
-
-        return run
+    return run
 
 
 def _at(address: int | None, dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -47,12 +41,12 @@ def interpreted_programs() -> Iterator[None]:
 
     def recorded(self: Launch, n_programs: int, tensors: Any, sizes: Any) -> None:
         launch(self, n_programs, tensors, sizes)
-        record = launching._recording.record
+        record = recording.record
         given = [tensor for tensor in tensors if tensor is not None]
         if record is None or not n_programs or any(tensor.data_ptr() % VECTOR_BYTES for tensor in given):
             return
-        variant = Interpreted(self, tuple([None if t is None else t.dtype for t in tensors]), sizes)
-        record.launches[-1] = (variant, *record.launches[-1][1:])  # type: ignore[assignment]
+        dtypes = tuple([None if t is None else t.dtype for t in tensors])
+        record.steps[-1] = partial(bound, self, n_programs, sizes, dtypes), tensors
 
     with patch.object(Launch, "__call__", recorded):
         yield

@@ -12,8 +12,9 @@ from tests.support.kernels.launch_shapes import BY_SIZE, ONE, SEVERAL, forget_pl
 from vocab_parallel_ce import distillation_loss, token_log_probs, vocab_parallel_cross_entropy
 
 pytest.importorskip("triton")
-from vocab_parallel_ce.kernels import replay
-from vocab_parallel_ce.kernels.launch import Launch, Record, Variant, recorded
+from vocab_parallel_ce.kernels import launch as launching
+from vocab_parallel_ce.kernels.launch import Launch, Variant
+from vocab_parallel_ce.program import MOST_PROGRAMS, Program, Programs, Record, program_of, recorded
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS, COLUMNS = 3, 2048
@@ -67,7 +68,6 @@ def _unread_labels(unread_labels):
 # Kernels that a known kind of call launches outside of its programs.
 OWN_WAY = {
     "in_forward": {"element_mul_kernel"},  # in backward
-    "hard": {"outputs_kernel"},  # PyTorch sums the losses
 }
 
 
@@ -78,18 +78,19 @@ class Watched:
         self.answers, self.kernels = [], set()
 
     def __enter__(self):
-        run, launch = replay.Program.run, Launch.__call__
+        run, launch = Program.run, Launch.__call__
 
         def watched_run(program, tensors):
-            self.answers.append(run(program, tensors))
-            return self.answers[-1]
+            results = run(program, tensors)
+            self.answers.append(results is not None)
+            return results
 
         def watched_launch(made, *arguments):
             self.kernels.add(made.kernel.fn.__name__)
             return launch(made, *arguments)
 
         self.patches = (
-            patch.object(replay.Program, "run", watched_run),
+            patch.object(Program, "run", watched_run),
             patch.object(Launch, "__call__", watched_launch),
         )
         for each in self.patches:
@@ -216,51 +217,84 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
     launch.variants[-1, torch.float32, None] = variant
     with recorded() as record:
         launch(3, (tensor, None), (7,))
-    ((_, grid, _, others),) = record.launches
-    variant.bound(grid, -1, itemgetter(0, 1), others)([tensor.data_ptr(), None])
+    ((bind, tensors),) = record.steps
+    assert tensors == (tensor, None)
+    bind(-1, itemgetter(1, 0))([None, tensor.data_ptr()], None)
     own, bound = passed
     assert own[:5] == bound[:5] == (3, 1, 1, -1, "start")
     of_kernel = [tensor.data_ptr(), None, 1.5, 7, 2]
     assert [[*(args[5] if has_sequence else args[5:])] for args in passed] == [of_kernel, of_kernel]
 
 
-def a_record(*tensors):
-    class Variant:
-        def bound(self, grid, device, addresses_of, others):
-            return lambda addresses: None
-
-    return Record([(Variant(), 1, tensors, ())], [])
+def a_record(*tensors, made=()):
+    return Record([(lambda device, take: lambda addresses, own: None, tensors)], list(made))
 
 
 @pytest.mark.reference
 def test_what_is_no_program():
-    a, b, c = torch.zeros(3, 4).unbind()
-    assert replay.program_of(a_record(a, None, b), (a, b, None), (b,)) is not None
-    assert replay.program_of(a_record(a, b), (a, a, b), (b,)) is None  # which of both does the kernel take?
-    assert replay.program_of(a_record(a, c), (a, b), ()) is None  # c is from elsewhere
-    assert replay.program_of(a_record(a, None), (a, b), (b,)) is None  # something else filled b
+    a, b, c = torch.zeros(12), torch.zeros(12), torch.zeros(12)
+    view = a.view(3, 4)
+    assert program_of(a_record(a, None, b), (a, b, None), (b, None)) is not None
+    assert program_of(a_record(view, b), (a, b), (b,)) is not None
+    assert program_of(a_record(a, b), (a, view, b), (b,)) is None  # which of both does the kernel take?
+    assert program_of(a_record(a, c), (a, b), ()) is None  # c is from elsewhere
+    assert program_of(a_record(a, b), (a, b), (c,)) is None
+    assert program_of(a_record(a, b), (a, b), (a[1:],)) is None  # a view of what it gets
+    assert program_of(a_record(a, b, made=(c,)), (a, b), (c,)) is None  # no step filled c
+    assert program_of(a_record(a, c, made=(c,)), (a, b), (c, b)) is not None
+    assert program_of(Record([], []), (a, b), (b,)) is None  # nothing is launched
     record = a_record(a, b)
-    record.launches.append((None, 1, (b,), ()))
-    assert replay.program_of(record, (a, b), (b,)) is None  # it cannot be launched in C
+    record.steps.append((None, (b,)))
+    assert program_of(record, (a, b), (b,)) is None  # it cannot be launched in C
+    changed = torch.zeros(12).add_(1)
+    assert program_of(a_record(a, b, made=(changed,)), (a, b), (b,)) is None  # by an operator that is no step
+    assert program_of(a_record(a, changed, made=(changed,)), (a, b), (changed,)) is not None
 
 
 @pytest.mark.reference
-def test_what_a_program_leaves_to_its_launcher(monkeypatch):
+def test_what_a_program_leaves_to_its_function(monkeypatch):
     a, b = torch.zeros(8), torch.zeros(8)
-    program = replay.program_of(a_record(a, b), (a, b), (b,))
-    assert program.run((a, b)) and not program.run((a, b[1:]))
-    monkeypatch.setattr(replay, "current_device", lambda: 1)
-    assert program._replace(device=1).run((a, b)) and not program._replace(device=0).run((a, b))
-    monkeypatch.setattr(replay.knobs.runtime, "launch_enter_hook", print)
-    assert not program.run((a, b))
+    program = program_of(a_record(a, b), (a, b), (b, None))
+    assert program.run((a, b)) == (b, None) and program.run((a, b[1:])) is None
+    monkeypatch.setattr(launching, "current_device", lambda: 1)
+    assert program._replace(device=1).run((a, b)) and program._replace(device=0).run((a, b)) is None
+    monkeypatch.setattr(launching.knobs.runtime, "launch_enter_hook", print)
+    assert program.run((a, b)) is None
 
 
 @pytest.mark.reference
 def test_a_kind_that_is_known_forgets_no_program():
-    """One whose launcher does more than launch comes its own way at each call; a new one at the limit forgets all."""
-    own = replay.Replayed(None)
-    own.called, own.programs = set(range(replay.MOST_PROGRAMS)), {0: None, 1: "a program"}
-    own._launch(0, lambda: None, (), (), ())
-    assert own.programs == {0: None, 1: "a program"}
-    own._launch("new", lambda: None, (), (), ())
+    """One whose function does more than launch comes its own way at each call; a new one at the limit forgets all."""
+    own = Programs()
+    own.called, own.programs = set(range(MOST_PROGRAMS)), {0: None, 1: None}
+    own.run(0, lambda: (), ())
+    assert own.programs == {0: None, 1: None}
+    own.run("new", lambda: (), ())
     assert own.programs == {} and own.called == {"new"}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("is_expanded", (False, True))
+def test_one_gradient_of_two_outputs(is_expanded):
+    """Autograd hands on one tensor for both; in another call they are two."""
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+
+    def gradient(a, b):
+        leaf = x.clone().requires_grad_()
+        found = token_log_probs(leaf * 1, torch.arange(ROWS), outputs=("entropy",), impl="triton")
+        torch.autograd.backward((found.log_probs, found.entropy), (a, b))
+        return leaf.grad
+
+    a, b = (torch.full((), each).expand(ROWS) if is_expanded else torch.rand(ROWS) for each in (2.0, 0.5))
+    alone = []
+    for pair in ((a, a), (a, b), (b, a)):
+        forget_plans()
+        alone.append(gradient(*pair))
+    with interpreted_programs():
+        forget_plans()
+        for _ in range(4):
+            gradient(a, a)
+        with Watched() as watched:
+            again = [gradient(*pair) for pair in ((a, a), (a, b), (b, a))]
+    assert watched.answers == [True] * 6
+    assert all(map(torch.equal, again, alone))
