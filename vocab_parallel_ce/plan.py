@@ -131,7 +131,8 @@ def plan_call(
     if plan is None:
         plan = checked_plan(loss, logits, targets, settings, position)
         if key is not None:
-            plan = plan_of_one_kind(plan, (logits, *targets))
+            if all(t is None or (t.is_contiguous() and not t.is_neg()) for t in (logits, *targets)):
+                plan = plan_of_one_kind(plan)
             remember(_plans, key, plan)
     check_not_overwritten(logits)
     if plan.gradient in IN_PLACE:  # of each call: hooks come and go
@@ -149,10 +150,9 @@ def plan_call(
     return Call(plan, group, divisor), prepared
 
 
-def plan_of_one_kind(plan: Plan, tensors: Iterable[Tensor | None]) -> Plan:
-    """Return the plan for calls whose tensors are all as the caller's are here, except in values and memory."""
-    are_as_they_lie = all(t is None or (t.is_contiguous() and not t.is_neg()) for t in tensors)
-    return plan._replace(run=Programs().run) if plan.has_kernels and are_as_they_lie else plan
+def plan_of_one_kind(plan: Plan) -> Plan:
+    """Return the plan for calls whose tensors are as the caller's are here, except in values and memory."""
+    return plan._replace(run=Programs().run) if plan.has_kernels else plan
 
 
 def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:

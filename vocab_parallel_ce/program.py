@@ -26,7 +26,7 @@ from torch import Tensor
 from vocab_parallel_ce.layout import VECTOR_BYTES
 
 Tensors = tuple[Any, ...]  # and None
-MOST_PROGRAMS = 64  # of a kind of call
+MOST_PROGRAMS = 256  # of a kind of call
 
 
 Run = Callable[[list[Any], list[Any]], object]  # of addresses, and of the tensors that have them

@@ -24,7 +24,7 @@ from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
-from vocab_parallel_ce.program import directly, make, step
+from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 Stats = Sequence[Tensor]  # of each exchange, [R, N, K]
@@ -117,9 +117,41 @@ def fill_outputs(plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None,
 # Functions that may have programs take tensors and None alone, after the plan, and return a flat tuple of them.
 
 
-def _statistics(plan: Plan, logits: Tensor, *targets: Tensor | None) -> tuple[Any, ...]:
+def statistics(plan: Plan, logits: Tensor, *targets: Tensor | None) -> tuple[Any, ...]:
     stats, count = local_statistics(plan, logits, plan.loss.Targets(*targets))
     return count, *stats
+
+
+def fill_statistics(plan: Plan, logits: Tensor, stats: Tensor, *targets: Tensor | None) -> tuple[Any, ...]:
+    """Fill ``[1, N, K]``, the statistics of this rank."""
+    plan.launchers.statistics(logits, plan.loss.Targets(*targets), (stats,), 0)
+    return ()
+
+
+def fill_part(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
+    """Fill a head's outputs of some rows: statistics, divisor and targets are before them."""
+    n = len(plan.launchers.widths)
+    targets = plan.loss.Targets(*tensors[n + 1 : -len(TokenOutputs._fields)])
+    plan.launchers.outputs(tensors[:n], targets, tensors[n], TokenOutputs(*tensors[-len(TokenOutputs._fields) :]))
+    return ()
+
+
+def one_pass(plan: Plan, logits: Tensor, divisor: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    """Fill the outputs, which are last; the gradient replaces the logits, which must be ``layout.overwritable``."""
+    assert plan.launchers.one_pass is not None
+    n = len(TokenOutputs._fields)
+    targets, outputs = plan.loss.Targets(*others[:-n]), TokenOutputs(*others[-n:])
+    counted, is_reduced = plan.mean_over != "", plan.reduction != "none"
+    plan.launchers.one_pass(
+        logits, targets, divisor, outputs, counted=counted, is_reduced=is_reduced, options=plan.options
+    )
+    return ()
+
+
+def element_mul(plan: Plan, grad: Tensor, factor: Tensor) -> tuple[Any, ...]:
+    """Multiply row r of ``grad [..., C]`` by ``factor [N]`` in place."""
+    plan.launchers.element_mul(grad, factor)
+    return ()
 
 
 def _outputs(plan: Plan, logits: Tensor, divisor: Tensor | None, *stats_and_targets: Any) -> tuple[Any, ...]:
@@ -135,7 +167,7 @@ def _of_one_rank(plan: Plan, logits: Tensor, divisor: Tensor | None, *targets: T
         outputs, stats = new_outputs(plan, logits.shape[:-1], logits), new_statistics(plan, n_rows, logits)
         plan.launchers.statistics(logits, plan.loss.Targets(*targets), stats, 0, None, outputs)
         return *outputs[: plan.n_outputs], None, *stats
-    count, *own = _statistics(plan, logits, *targets)
+    count, *own = statistics(plan, logits, *targets)
     if plan.mean_over:
         divisor = divisor_of(plan, plan.loss.Targets(*targets), own) if count is None else count
     return *_outputs(plan, logits, divisor, *own, *targets), divisor, *own
@@ -151,6 +183,12 @@ def _gradient(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
     return ()
 
 
+def launched(plan: Plan, function: Callable[..., tuple[Any, ...]], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``function(plan, *tensors)``, where the kind of call does not say in which form the tensors are."""
+    forms = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors]
+    return plan.run((function, *forms), function, tensors, plan)
+
+
 def forward(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the outputs ``[...]`` or reduced, and the divisor and all statistics. Reads the logits once.
 
@@ -161,7 +199,7 @@ def forward(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], 
     if plan.n_ranks == 1:
         found = plan.run(("forward", of_divisor), _of_one_rank, (logits, divisor, *targets), plan)
         return found[: plan.n_outputs], found[plan.n_outputs :]
-    count, *stats = plan.run("statistics", _statistics, (logits, *targets), plan)
+    count, *stats = plan.run("statistics", statistics, (logits, *targets), plan)
     exchange(call, logits, targets, stats)
     if plan.mean_over:
         divisor = divisor_of(plan, targets, stats) if count is None else count
@@ -174,7 +212,7 @@ def forward_in_place(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[An
     plan, grad = call.plan, overwritable(logits)
     if takes_one_pass(plan, grad.numel() // grad.shape[-1]):
         filled = new_outputs(plan, grad.shape[:-1], grad)
-        one_pass(call, grad, targets, filled)
+        launched(plan, one_pass, (grad, call.divisor, *targets, *filled))
         total = filled.loss if plan.reduction == "none" else filled.loss.sum()
         outputs = total, *filled[1 : plan.n_outputs]
     else:
@@ -189,16 +227,6 @@ def takes_one_pass(plan: Plan, n_rows: int) -> bool:
     return plan.launchers.one_pass is not None and n_rows >= plan.launchers.one_pass_rows
 
 
-def one_pass(call: Call, logits: Tensor, targets: Any, outputs: TokenOutputs) -> None:
-    """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
-    plan = call.plan
-    assert plan.launchers.one_pass is not None
-    counted, is_reduced = plan.mean_over != "", plan.reduction != "none"
-    plan.launchers.one_pass(
-        logits, targets, call.divisor, outputs, counted=counted, is_reduced=is_reduced, options=plan.options
-    )
-
-
 def with_loss(grads: GradOutputs, like: Tensor) -> GradOutputs:
     """Return ``grads``, with 0 for a loss that was not used."""
     return grads if grads.loss is not None else grads._replace(loss=like.new_zeros((), dtype=torch.float32))
@@ -211,15 +239,14 @@ def fill_gradient(
 
     ``grads`` are those of the outputs; None is 1 for the loss, and 0 for the others.
     """
-    run, new, forms = plan.run, None if grad_logits is logits else grad_logits, []
-    saved = (logits, *found, *targets)
+    new = None if grad_logits is logits else grad_logits
+    tensors = (logits, *found, *targets, *grads, new)
     if plan.gradient != "auto":  # a checkpoint's hooks may have returned what was saved in another form
-        forms = [None if t is None else (t.dtype, t.get_device(), t.is_contiguous()) for t in saved]
-        run = plan.run if all([form is None or form[-1] for form in forms]) else directly
-    given = grads if plan.other_outputs else grads[:1]
-    of_divisor = None if found[0] is None else found[0].dtype
-    key = (new is None, of_divisor, *forms, *[None if grad is None else (grad.dtype, grad.stride()) for grad in given])
-    run(key, _gradient, (*saved, *grads, new), plan)
+        launched(plan, _gradient, tensors)
+        return
+    given, of_divisor = grads if plan.other_outputs else grads[:1], None if found[0] is None else found[0].dtype
+    key = (new is None, of_divisor, *[None if grad is None else (grad.dtype, grad.stride()) for grad in given])
+    plan.run(key, _gradient, tensors, plan)
 
 
 def raise_version(overwritten: Tensor) -> None:
@@ -333,7 +360,7 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         source, grad = source_and_new(kept)
     if plan.gradient == "in_forward":
         assert grads.loss is not None
-        plan.launchers.element_mul(grad, per_row(grads.loss, grad))
+        launched(plan, element_mul, (grad, per_row(grads.loss, grad)))
     else:
         n = 2 + len(plan.launchers.widths)
         fill_gradient(plan, source, saved[1:n], saved[n:], with_loss(grads, grad), grad)

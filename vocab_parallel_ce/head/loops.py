@@ -140,10 +140,10 @@ def forward(
         products.fill_logits(states, logits)
         chunk_targets = plan.loss.at(targets, rows)
         if plan.launchers.second is None:
-            plan.launchers.statistics(logits, chunk_targets, (cut(local_stats, rows, dim=1),), 0)
+            run.launched(plan, run.fill_statistics, (logits, cut(local_stats, rows, dim=1), *chunk_targets))
         else:
             # What the second exchange needs is there while the chunk's logits are.
-            chunk_stats, _ = run.local_statistics(plan, logits, chunk_targets)
+            _, *chunk_stats = run.launched(plan, run.statistics, (logits, *chunk_targets))
             run.exchange(call, logits, chunk_targets, chunk_stats)
             for each, chunk_each in zip(stats, chunk_stats, strict=True):
                 each[:, rows] = chunk_each
@@ -244,9 +244,11 @@ def _add_chunk(
                 of_part = [None if each is None else cut(each, part.rows) for each in grads]
                 part_grads = GradOutputs._make(of_part)
             gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
+            part_targets, found = part.targets, (divisor, *part.stats)
             if linear.objective is not None:
-                part = part._replace(targets=linear.objective.counted(part.targets, plan.options.ignore_index))
-            plan.launchers.gradient(part.logits, part.targets, part.stats, divisor, part_grads, gradient)
+                part_targets = linear.objective.counted(part_targets, plan.options.ignore_index)
+            run.fill_gradient(plan, part.logits, found, part_targets, part_grads, gradient)
+            del part_targets
         del part
     products.add_gradients(rows, states, d_logits)
 
@@ -257,13 +259,13 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutpu
     Return an objective's derivatives by the outputs, if there is one. ``one_pass`` also writes the gradient over the
     logits.
     """
-    call = linear.call
+    call, plan = linear.call, linear.call.plan
     part_outputs = TokenOutputs._make([None if each is None else cut(each, part.rows) for each in outputs])
     if part.stats is None:
-        run.one_pass(call, part.logits, part.targets, part_outputs)
+        run.launched(plan, run.one_pass, (part.logits, call.divisor, *part.targets, *part_outputs))
         return None
     run.exchange(call, part.logits, part.targets, part.stats, part.handle)
-    call.plan.launchers.outputs(part.stats, part.targets, call.divisor, part_outputs)
+    run.launched(plan, run.fill_part, (*part.stats, call.divisor, *part.targets, *part_outputs))
     for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
         each[:, part.rows] = part_each
     return None if linear.objective is None else linear.objective.fill_and_differentiate(part.rows, part_outputs)
@@ -274,7 +276,7 @@ def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | N
     plan = call.plan
     if run.takes_one_pass(plan, logits.shape[0]):
         return None, None
-    stats, _ = run.local_statistics(plan, logits, targets)
+    _, *stats = run.launched(plan, run.statistics, (logits, *targets))
     if plan.n_ranks == 1:
         return stats, None
     return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
@@ -288,7 +290,7 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
     d_hidden, d_weight, d_bias = [None if grad is None else grad.data for grad in gradients]
     for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
         if grad is not None:
-            linear.call.plan.launchers.element_mul(grad, per_row(grad_output, grad))
+            run.launched(linear.call.plan, run.element_mul, (grad, per_row(grad_output, grad)))
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.add_(d_weight)
     return d_hidden, d_weight, d_bias

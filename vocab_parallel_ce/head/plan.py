@@ -34,6 +34,7 @@ from vocab_parallel_ce.plan import (
     checked_divisor,
     comparable,
     has_weights,
+    plan_of_one_kind,
     remember,
 )
 from vocab_parallel_ce.spec import label_weights
@@ -175,6 +176,7 @@ def cached_head_plan(
     if planned is None:
         planned = checked_head_plan(loss, arguments, settings, head, position)
         if key is not None:
+            planned = planned._replace(plan=plan_of_one_kind(planned.plan))
             remember(_plans, key, planned)
     return planned
 
