@@ -73,29 +73,22 @@ class Launch:
         if device >= 0 and device != current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
-        arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
         all_bits = 0
-        for address in arguments:
+        for address in addresses:
             if address:
                 all_bits |= address
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed()
-        variant = None if special else self.variants.get(key)
+        variant, others = None if special else self.variants.get(key), self.values + sizes + self.tail
         if variant is not None:
-            arguments += self.values + sizes + self.tail
-            launch, start, has_sequence, current_stream, _ = variant
-            stream = current_stream(device)
-            if has_sequence:
-                launch(n_programs, 1, 1, stream, *start, arguments)
-            else:
-                launch(n_programs, 1, 1, stream, *start, *arguments)
+            variant.bound(n_programs, others, device, tuple)(addresses, [])
         else:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
                 self.variants[key] = variant = Variant.of(compiled)
         if recording.record is not None:
-            others = self.values + sizes + self.tail
             bind = None if variant is None else functools.partial(variant.bound, n_programs, others)
             recording.record.steps.append((bind, tensors))
 
@@ -139,7 +132,7 @@ def is_observed() -> bool:
 
 def can_launch(device: int) -> bool:
     """Whether a variant can be launched on ``device`` as it is: it is the current one, and nobody observes."""
-    return not is_observed() and (device < 0 or device == current_device())
+    return (device < 0 or device == current_device()) and not is_observed()
 
 
 def _takes_more(run: Any) -> bool:
