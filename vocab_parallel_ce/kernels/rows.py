@@ -370,7 +370,7 @@ def _parts_at_once(loss: KernelLoss, shape: StatisticsShape, has_edges: bool) ->
     """
     block, is_cut, at_once = shape
     if is_cut:
-        return PARTS_AT_ONCE if loss.is_pair else at_once, {}
+        return PARTS_AT_ONCE if loss.is_pair else at_once, {"maxnreg": 64}
     if loss.is_pair:
         if getattr(loss.options, "beta", None) is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
