@@ -56,6 +56,9 @@ class Launch:
         self.num_warps = num_warps
         if torch.version.hip is not None:
             compiler.pop("maxnreg", None)  # its compiler has no bound of registers
+        if "OVERLAPS" in getattr(kernel, "arg_names", ()):
+            self.constants = constants = {**constants, "OVERLAPS": can_overlap()}
+            compiler |= {"launch_pdl": True} if can_overlap() else {}
         # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
         self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
@@ -138,6 +141,13 @@ def can_launch(device: int) -> bool:
 def _takes_more(run: Any) -> bool:
     """Whether Triton's launcher allocates memory at each launch of a variant: for sanitizers and profilers."""
     return bool(run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False))
+
+
+@functools.cache
+def can_overlap() -> bool:
+    """Whether each GPU here can begin a launch before the one before has ended: from sm_90 on."""
+    gpus = range(torch.cuda.device_count()) if torch.version.hip is None and not knobs.runtime.interpret else ()
+    return len(gpus) > 0 and min(map(torch.cuda.get_device_capability, gpus)) >= (9, 0)
 
 
 def launch_path() -> str:

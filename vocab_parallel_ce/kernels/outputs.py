@@ -74,11 +74,13 @@ def outputs_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265.
 
     Probabilities, ranks with ``(3, 1.1353, 0.5, 0)`` and ``(2, 1, 0.5, 0)``: loss 0.9076.
     """
+    ops.begin(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = ops.load_label(labels, rows, inside)
@@ -123,11 +125,13 @@ def gradient_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: ``[0.0900, -0.3348, 0.2447]``.
 
     Probabilities ``[0, 0.5, 0.5]`` of the same row: ``[0.0900, 0.1652, -0.2553]``.
     """
+    ops.begin(OVERLAPS)
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = ops.load_label(labels, row)
     live = row >= 0
@@ -282,8 +286,10 @@ def element_mul_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
+    ops.begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class SmallCap(NamedTuple):
@@ -23,6 +24,18 @@ class LargeCap(NamedTuple):
 
 
 SMALL_CAP = 64.0
+
+
+@triton.jit
+def begin(OVERLAPS: tl.constexpr):
+    """Let the next launch of the stream begin, and wait for the one before: nothing may be read or written earlier.
+
+    A launch that ``overlaps`` begins while the one before ends (programmatic dependent launch, CUDA C++ Programming
+    Guide); without, one waits for the other's end before it begins.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -116,8 +116,10 @@ def part_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
+    ops.begin(OVERLAPS)
     program = tl.program_id(0)
     if valid_rows is not None:
         if program == 0:
@@ -183,12 +185,14 @@ def statistics_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example, labels: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
     With smoothing or mean_logit also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``, with
     sum_sq_probs ``1.1536``. Probabilities ``[0, 0.5, 0.5]`` of the same row give ``(3, 1.5032, 1, -0.5)``.
     """
+    ops.begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
         # The first program counts the labels while the others read logits: no launch, no atomics. The last one would
@@ -266,8 +270,10 @@ def second_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
+    ops.begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     merged = merged_ranks(stats, index, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
     label = ops.load_label(labels, index)
