@@ -202,8 +202,8 @@ class Traced(NamedTuple):
         settings = self.settings._replace(vocab_size=None, gradient="out_of_place", impl="reference")
         like = self.inputs[0].new_empty(1, 1, device="cpu")
         plan = plan_of(self.loss, like, self.targets, settings, *group_position(self.group))
-        launchers = plan.launchers._replace(statistics=lambda *_: None, outputs=lambda *_: None)
-        return plan._replace(launchers=launchers)
+        launchers = plan.launchers._replace(outputs=lambda *_: None)
+        return plan._replace(launchers=launchers, mean_over=plan.mean_over if self.head is None else "")
 
     def plan_head(self) -> tuple[LinearCall, Head, Any]:
         """Plan the call of a head, as under the autocast of the code that was compiled."""
@@ -244,7 +244,7 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
-    like, targets, divisor = call.inputs[0], call.targets, None
+    like, targets = call.inputs[0], call.targets
     if call.head is None:
         tokens = Tokens(like, "logits", call.shape)
         checks.check_logits(like)
@@ -252,13 +252,8 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
         call.loss.check(targets, tokens, call.settings)
     plan = call.fake_plan()
     outputs = run.new_outputs(plan, call.shape, like)
-    if call.head is None:
-        stats, count = run.local_statistics(plan, like, targets)
-        if plan.mean_over:
-            divisor = run.divisor_of(plan, targets, stats) if count is None else count
-    else:
-        stats = run.new_statistics(plan, math.prod(call.shape), like)
-    outputs = run.fill_outputs(plan, stats, targets, divisor, outputs)
+    stats = run.new_statistics(plan, math.prod(call.shape), like)
+    outputs, divisor = run.fill_outputs(plan, stats, targets, None, outputs)
     if call.head is None or not call.has_gradients:
         return _present([*outputs, *stats, divisor])
     overflow = None if call.head.valid_tokens is None else like.new_empty((), dtype=torch.float32)

@@ -44,7 +44,6 @@ class _Reference:
         targets: Any,
         stats: tuple[Tensor, ...],
         rank: int,
-        count: Tensor | None = None,
     ) -> None:
         x, n_units = self._columns(logits), units_of(self.shard, rank, stats[0].shape[0], logits.element_size())
         if n_units > 1:
@@ -53,10 +52,6 @@ class _Reference:
         else:
             local = self.loss.tile(x, targets, self.shard, self.options)
         stats[0][rank] = torch.stack([getattr(local, name) for name in self.names], dim=-1)
-        if count is not None:
-            ignored = self.loss.ignored(targets, self.options)
-            assert ignored is not None
-            count.copy_((~ignored).sum())
         if len(stats) > 1 and stats[0].shape[0] == 1:
             self.second(logits, targets, stats, rank)
 
@@ -76,7 +71,12 @@ class _Reference:
         divisor: Tensor | None,
         outputs: TokenOutputs,
         total: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> None:
+        if count is not None:
+            ignored = self.loss.ignored(targets, self.options)
+            assert ignored is not None
+            divisor = count.copy_((~ignored).sum())
         arguments = self._merged(stats), _second(stats), targets, self.shard, self.options
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
             if output is not None:

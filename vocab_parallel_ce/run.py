@@ -27,7 +27,7 @@ from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
-Stats = Sequence[Tensor]  # of each exchange, [R, N, K]
+Stats = tuple[Any, ...]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
 N_GRADS = len(GradOutputs._fields)  # the outputs after these have no gradient
 
@@ -66,14 +66,6 @@ def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
     return tuple([make(like, plan.n_ranks, n_rows, width, dtype=plan.dtype) for width in plan.launchers.widths])
 
 
-def local_statistics(plan: Plan, logits: Tensor, targets: Any) -> tuple[Stats, Tensor | None]:
-    """Return the statistics of all ranks, of which this rank's are filled, and ``[1]`` rows that it has counted."""
-    stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
-    count = make(logits, 1, dtype=torch.int32) if plan.mean_over == "rows" and plan.loss.counts else None
-    plan.launchers.statistics(logits, targets, stats, plan.rank, count)
-    return stats, count
-
-
 def exchange(call: Call, logits: Tensor, targets: Any, stats: Stats, begun: Any = None) -> None:
     """Fill the statistics of all ranks; ``begun`` is the handle of the first all_gather, if it is on its way."""
     plan = call.plan
@@ -107,19 +99,32 @@ def _fill_divisor(plan: Plan, divisor: Tensor, stats: Tensor, *targets: Tensor |
         torch.sum(~ignored, dim=0, keepdim=True, out=divisor)
 
 
-def fill_outputs(plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None, outputs: TokenOutputs) -> TokenOutputs:
-    """Fill ``outputs`` from the statistics of all ranks, and return them; the loss of a reduced call is their sum."""
+def fill_outputs(
+    plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None, outputs: TokenOutputs
+) -> tuple[TokenOutputs, Tensor | None]:
+    """Fill ``outputs`` from the statistics of all ranks, and return them and the divisor, which a mean makes.
+
+    The loss of a reduced call is their sum.
+    """
     total = None if plan.reduction == "none" else make(outputs.loss, dtype=plan.dtype)
-    plan.launchers.outputs(stats, targets, divisor, outputs, total)
-    return outputs if total is None else outputs._replace(loss=total)
+    if plan.mean_over == "rows" and plan.loss.counts:
+        count = make(outputs.loss, 1, dtype=torch.int32)
+        plan.launchers.outputs(stats, targets, None, outputs, total, count)
+        divisor = count
+    else:
+        divisor = divisor_of(plan, targets, stats) if plan.mean_over else divisor
+        plan.launchers.outputs(stats, targets, divisor, outputs, total)
+    return outputs if total is None else outputs._replace(loss=total), divisor
 
 
 # Functions that may have programs take tensors and None alone, after the plan, and return a flat tuple of them.
 
 
 def statistics(plan: Plan, logits: Tensor, *targets: Tensor | None) -> tuple[Any, ...]:
-    stats, count = local_statistics(plan, logits, plan.loss.Targets(*targets))
-    return count, *stats
+    """Return the statistics of all ranks, of which this rank's are filled."""
+    stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
+    plan.launchers.statistics(logits, plan.loss.Targets(*targets), stats, plan.rank)
+    return stats
 
 
 def fill_statistics(plan: Plan, logits: Tensor, stats: Tensor, *targets: Tensor | None) -> tuple[Any, ...]:
@@ -157,20 +162,18 @@ def element_mul(plan: Plan, grad: Tensor, factor: Tensor) -> tuple[Any, ...]:
 def _outputs(plan: Plan, logits: Tensor, divisor: Tensor | None, *stats_and_targets: Any) -> tuple[Any, ...]:
     n = len(plan.launchers.widths)
     stats, targets = stats_and_targets[:n], plan.loss.Targets(*stats_and_targets[n:])
-    outputs = new_outputs(plan, logits.shape[:-1], logits)
-    return fill_outputs(plan, stats, targets, divisor, outputs)[: plan.n_outputs]
+    found, divisor = fill_outputs(plan, stats, targets, divisor, new_outputs(plan, logits.shape[:-1], logits))
+    return *found[: plan.n_outputs], divisor
 
 
 def _of_one_rank(plan: Plan, logits: Tensor, divisor: Tensor | None, *targets: Tensor | None) -> tuple[Any, ...]:
     n_rows = logits.numel() // logits.shape[-1]
     if 0 < n_rows <= plan.stored_rows:
         outputs, stats = new_outputs(plan, logits.shape[:-1], logits), new_statistics(plan, n_rows, logits)
-        plan.launchers.statistics(logits, plan.loss.Targets(*targets), stats, 0, None, outputs)
+        plan.launchers.statistics(logits, plan.loss.Targets(*targets), stats, 0, outputs)
         return *outputs[: plan.n_outputs], None, *stats
-    count, *own = statistics(plan, logits, *targets)
-    if plan.mean_over:
-        divisor = divisor_of(plan, plan.loss.Targets(*targets), own) if count is None else count
-    return *_outputs(plan, logits, divisor, *own, *targets), divisor, *own
+    stats = statistics(plan, logits, *targets)
+    return *_outputs(plan, logits, divisor, *stats, *targets), *stats
 
 
 def _gradient(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
@@ -199,12 +202,10 @@ def forward(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], 
     if plan.n_ranks == 1:
         found = plan.run(("forward", of_divisor), _of_one_rank, (logits, divisor, *targets), plan)
         return found[: plan.n_outputs], found[plan.n_outputs :]
-    count, *stats = plan.run("statistics", statistics, (logits, *targets), plan)
+    stats = plan.run("statistics", statistics, (logits, *targets), plan)
     exchange(call, logits, targets, stats)
-    if plan.mean_over:
-        divisor = divisor_of(plan, targets, stats) if count is None else count
-    outputs = plan.run(("outputs", of_divisor), _outputs, (logits, divisor, *stats, *targets), plan)
-    return outputs, (divisor, *stats)
+    found = plan.run(("outputs", of_divisor), _outputs, (logits, divisor, *stats, *targets), plan)
+    return found[: plan.n_outputs], (found[plan.n_outputs], *stats)
 
 
 def forward_in_place(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], Tensor]:

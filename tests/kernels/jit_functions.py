@@ -7,8 +7,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives
 from vocab_parallel_ce.kernels.launch import option_arguments
+from vocab_parallel_ce.kernels.outputs import count_labels
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_body, transform
-from vocab_parallel_ce.kernels.rows import count_labels
 from vocab_parallel_ce.spec import LossOptions
 
 BLOCK = 1024

@@ -46,15 +46,14 @@ def stats_by_kernel(
     labels: Tensor,
     options: LossOptions = PLAIN,
     shard: VocabShard | None = None,
-) -> tuple[Tensor, int]:
-    """``[N, K]`` statistics, and the number of rows that count."""
+) -> Tensor:
+    """``[N, K]`` statistics."""
     from vocab_parallel_ce import kernels
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
-    valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.rows.statistics(kernels.label_rows.label_loss(**own))(logits, beside, (stats,), 0, valid_rows)
-    return stats[0], int(valid_rows)
+    kernels.rows.statistics(kernels.label_rows.label_loss(**own))(logits, beside, (stats,), 0)
+    return stats[0]
 
 
 def empty_outputs(labels: Tensor, options: LossOptions) -> TokenOutputs:

@@ -26,9 +26,8 @@ def test_worked_examples(kernel_device):
         torch.testing.assert_close(actual.cpu(), torch.tensor(expected), rtol=0, atol=1e-6)
 
     logits, labels = torch.tensor([[1.0, 3.0, 2.0]], device=kernel_device), torch.tensor([1], device=kernel_device)
-    stats, valid_rows = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    stats = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
     assert_close(stats, [[3, 0.5032147, 3, -3, 3, -0.6385501, 1, 1.1536512]])
-    assert valid_rows == 1
     grad = of_rows.gradient_by_kernel(logits, stats[None, :, :3].contiguous(), labels)
     assert_close(grad, [[0.0900306, -0.3347590, 0.2447285]])
     of_ranks = torch.tensor([[[3, 0.5032147, 3]], [[2, 1, -INF]]], device=kernel_device)
@@ -103,7 +102,7 @@ def test_a_16_bit_gradient_of_fp32_logits(kernel_device, columns, dtype, options
     grads = of_rows.grads_of(3, options, kernel_device)
     storage = torch.full((logits.numel() + 64,), NAN, dtype=dtype, device=kernel_device)
     into = storage[: logits.numel()].view_as(logits)
-    stats, _ = of_rows.stats_by_kernel(there, on_device, options)
+    stats = of_rows.stats_by_kernel(there, on_device, options)
     grad = of_rows.gradient_by_kernel(there, stats[None], on_device, options, into=into, **grads)
     assert torch.equal(there.cpu(), logits) and storage[logits.numel() :].isnan().all()
     of_rows.assert_gradient(grad.cpu(), logits, labels, options, **grads)
@@ -113,7 +112,7 @@ def test_small_grad_output_is_rounded_once(kernel_device):
     """A gradient stored in bf16 and scaled afterwards is rounded twice."""
     logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16))
     grad_output = torch.full((12,), 1.2345e-6, device=kernel_device)
-    stats, _ = of_rows.stats_by_kernel(logits, labels)
+    stats = of_rows.stats_by_kernel(logits, labels)
     given = {"grad_output": grad_output, "into": torch.empty_like(logits)}
     grad = of_rows.gradient_by_kernel(logits, stats[None], labels, **given)
     truth = of_rows.gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output=grad_output)
@@ -134,7 +133,7 @@ def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_a
     for grad in grads.values():
         grad[0] = INF
     logits, labels = logits.to(kernel_device), labels.to(kernel_device)
-    stats, _ = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    stats = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
     grad = of_rows.gradient_by_kernel(logits, stats[None], labels, EVERY_STATISTIC, **grads).cpu()
     assert not grad[0].any() and not grad[excluded].any() and grad.isfinite().all()
 
@@ -143,7 +142,7 @@ def test_rows_of_nan_are_0_in_the_padding(kernel_device):
     shard = VocabShard(0, 50, 37)
     logits = torch.full((3, 50), NAN, device=kernel_device)
     labels = torch.tensor([1, 37, -100], device=kernel_device)
-    stats, _ = of_rows.stats_by_kernel(logits, labels, ALL, shard)
+    stats = of_rows.stats_by_kernel(logits, labels, ALL, shard)
     grads = dict.fromkeys(of_rows.grads_of(3, ALL, "cpu"), torch.full((3,), INF, device=kernel_device))
     grad = of_rows.gradient_by_kernel(logits, stats[None], labels, ALL, shard, **grads)
     assert torch.equal(grad[:, 37:].cpu(), torch.zeros(3, 13))
@@ -200,7 +199,7 @@ def test_columns_masked_with_the_lowest_number_leave_no_trace(kernel_device, by_
         made = [finish(x, labels, options, 2, kernel_device).entropy for x in (lowest, excluded)]
     else:
         there = labels.to(kernel_device)
-        made = [of_rows.stats_by_kernel(x.to(kernel_device), there, options)[0] for x in (lowest, excluded)]
+        made = [of_rows.stats_by_kernel(x.to(kernel_device), there, options) for x in (lowest, excluded)]
     assert torch.equal(*made)
 
 
@@ -222,8 +221,8 @@ def test_the_private_launch_and_tritons_own_give_equal_results(kernel_device, mo
 
     logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
     labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
-    expected = [of_rows.stats_by_kernel(logits, labels, ALL)[0] for _ in range(2)]
+    expected = [of_rows.stats_by_kernel(logits, labels, ALL) for _ in range(2)]
     monkeypatch.setattr("triton.__version__", "9.9.0")
     monkeypatch.setattr(rows, "_launch", rows._launch.__wrapped__)
     for want in expected:
-        assert torch.equal(of_rows.stats_by_kernel(logits, labels, ALL)[0], want)
+        assert torch.equal(of_rows.stats_by_kernel(logits, labels, ALL), want)

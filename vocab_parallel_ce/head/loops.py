@@ -143,7 +143,7 @@ def forward(
             run.launched(plan, run.fill_statistics, (logits, cut(local_stats, rows, dim=1), *chunk_targets))
         else:
             # What the second exchange needs is there while the chunk's logits are.
-            _, *chunk_stats = run.launched(plan, run.statistics, (logits, *chunk_targets))
+            chunk_stats = run.launched(plan, run.statistics, (logits, *chunk_targets))
             run.exchange(call, logits, chunk_targets, chunk_stats)
             for each, chunk_each in zip(stats, chunk_stats, strict=True):
                 each[:, rows] = chunk_each
@@ -276,7 +276,7 @@ def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | N
     plan = call.plan
     if run.takes_one_pass(plan, logits.shape[0]):
         return None, None
-    _, *stats = run.launched(plan, run.statistics, (logits, *targets))
+    stats = run.launched(plan, run.statistics, (logits, *targets))
     if plan.n_ranks == 1:
         return stats, None
     return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)

@@ -230,7 +230,7 @@ class GivenIds:
         self.softmax_statistics, self.softmax_gradient = statistics(softmax), gradient(softmax)
         self.element_mul = element_mul
 
-    def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
+    def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int) -> None:
         ids, log_probs, labels, temperature = _parts_of(targets)
         n_rows = stats[0].shape[1]
         label = make(ids, n_rows, dtype=torch.int64)

@@ -134,7 +134,7 @@ def kept_gradient_kernel(
 def launchers(options: LossOptions, shard: VocabShard) -> Launchers:
     """Return the launchers of the loss."""
 
-    def statistics(logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
+    def statistics(logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int) -> None:
         labels, kept, temperature = targets
         n_rows, k = kept.shape
         base, rows = row_arguments(logits)

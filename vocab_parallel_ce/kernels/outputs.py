@@ -54,12 +54,25 @@ LOSS_ROWS, SUMMED_ROWS = 128, 1024  # of a program of the outputs; of its only o
 PROGRAMS = 512  # that scale a stored gradient: fills a GPU, and starts and ends in 2 us
 
 
+@triton.jit
+def count_labels(labels, n_rows, ignore_index):
+    """Count the labels that are not ``ignore_index``, 512 at a time, which fit in one warp's registers."""
+    count = tl.zeros([512], tl.int32)
+    for first_row in range(0, n_rows, 512):
+        rows = first_row + tl.arange(0, 512)
+        inside = rows < n_rows
+        label = ops.load_label(labels, rows, inside)
+        count += (inside & (label != ignore_index)).to(tl.int32)
+    return tl.sum(count)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def outputs_kernel(
     stats,  # [R, N, K] fp32
     second,  # [R, N, 2] fp32, or None: no second exchange
     labels,  # [N] int64|int32, or None
     divisor,  # [1] integer or floating point, or None: 1
+    valid_rows,  # [1] int32, out: number of labels that are not ignored, which divides; or None
     loss,  # [N] fp32, out
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
@@ -84,6 +97,10 @@ def outputs_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = ops.load_label(labels, rows, inside)
+    if valid_rows is not None:
+        divisor = count_labels(labels, n_rows, loss_options.ignore_index)  # by each program: they are in the L2 cache
+        if tl.program_id(0) == 0:
+            tl.store(valid_rows, divisor)
     merged = merged_ranks(stats, rows, inside, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, rows, inside, n_rows, RANKS)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
@@ -161,17 +178,19 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
         divisor: Tensor | None,
         outputs: TokenOutputs,
         total: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> None:
         """Fill ``outputs``, contiguous, from ``stats`` of all ranks; ``divisor [1]`` divides the loss if given.
 
         ``total []``, if given, gets the sum of the losses: of labels' SUMMED_ROWS rows or fewer in the same launch.
+        ``count [1]`` int32, if given, gets the number of labels that are not ignored, and divides.
         """
         n_ranks, n_rows, width = stats[0].shape
         in_launch = total if 0 < n_rows <= SUMMED_ROWS and not loss.is_pair else None
         # The next power of two; triton.next_power_of_2 takes 3 us.
         block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
         second, labels = stats[1] if len(stats) > 1 else None, getattr(targets, "labels", None)
-        tensors = (stats[0], second, labels, divisor, *outputs, in_launch)
+        tensors = (stats[0], second, labels, divisor, count, *outputs, in_launch)
         launch_of(block, n_ranks, width)(-(-n_rows // block), tensors, (n_rows,))
         if total is not None and in_launch is None:
             step(sum_losses, outputs.loss, total)

@@ -375,8 +375,10 @@ def at_the_edges(value, label, vocab_size, loss_options):
 
 @triton.jit
 def divisor_weight(divisor, class_weight=None):
-    """Return the ``inverse_divisor`` at a pointer."""
-    return inverse_divisor(tl.load(divisor).to(tl.float32), class_weight)
+    """Return the ``inverse_divisor`` of a number, or of the one at a pointer."""
+    if divisor.dtype.is_ptr():
+        divisor = tl.load(divisor)
+    return inverse_divisor(divisor.to(tl.float32), class_weight)
 
 
 @triton.jit

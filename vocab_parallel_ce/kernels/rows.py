@@ -34,18 +34,6 @@ STORED_ROWS = 1024  # more are not faster: 256 x 128256 gains 1 % on one H200, 4
 
 
 @triton.jit
-def count_labels(labels, n_rows, ignore_index):
-    """Count the labels that are not ``ignore_index``, 512 at a time, which fit in one warp's registers."""
-    count = tl.zeros([512], tl.int32)
-    for first_row in range(0, n_rows, 512):
-        rows = first_row + tl.arange(0, 512)
-        inside = rows < n_rows
-        label = ops.load_label(labels, rows, inside)
-        count += (inside & (label != ignore_index)).to(tl.int32)
-    return tl.sum(count)
-
-
-@triton.jit
 def parts_of_row(
     sizes, unit_width, LANES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr
 ):
@@ -98,7 +86,6 @@ def part_kernel(
     class_weight,  # [sizes.n_valid] fp32, or None: all 1
     stats,  # [R, N, K] fp32, for the second exchange's parts; or None: the first one's
     parts,  # [N, n_parts, fields or 2, LANES] fp32, out
-    valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
     layout,  # RowLayout of logits
     other_layout,
     sizes,  # Sizes
@@ -121,11 +108,6 @@ def part_kernel(
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
     ops.begin(OVERLAPS)
     program = tl.program_id(0)
-    if valid_rows is not None:
-        if program == 0:
-            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
-            return
-        program -= 1
     n_parts, width = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
     index, begin = (program // n_parts).to(tl.int64), program % n_parts * width
     label = ops.load_label(labels, index)
@@ -160,7 +142,6 @@ def statistics_kernel(
     parts,  # [N, n_parts, fields, LANES] fp32, of part_kernel; or None: this kernel walks the rows
     stats,  # [R, N, K or more] fp32, out: the first K of this rank's rows
     second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
-    valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
     loss,  # [N] fp32, out, of one rank: the outputs of an unreduced loss; or None
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
@@ -194,13 +175,6 @@ def statistics_kernel(
     """
     ops.begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
-    if valid_rows is not None:
-        # The first program counts the labels while the others read logits: no launch, no atomics. The last one would
-        # begin when most have ended.
-        if index == 0:
-            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
-            return
-        index -= 1
     label = ops.load_label(labels, index)
     live, n_columns = index >= 0, sizes.n_valid
     if label is not None:
@@ -306,29 +280,25 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         targets: Any,
         stats: tuple[Tensor, ...],
         rank: int,
-        count: Tensor | None = None,
         outputs: TokenOutputs = NOT_STORED,
     ) -> None:
         """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``: the first K of each row's numbers.
 
-        ``count [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given, are
-        filled too: of a single rank and exchange, unreduced.
+        ``outputs``, if given, are filled too: of a single rank and exchange, unreduced.
         """
         n_ranks, n_rows, width = stats[0].shape
         tensors, rows = loss.read(logits, targets)
         shape, launch, part = launches(rows, n_rows, logits.itemsize, width, rank, n_ranks)
-        parts, counted, has_both = None, count, n_ranks == 1 and len(stats) > 1
+        parts, has_both = None, n_ranks == 1 and len(stats) > 1
         if part is not None:
             block = shape.block
             shape_of_parts = n_rows, block.n_parts, loss.n_lane_fields or width, block.lanes
             parts = make(stats[0], *shape_of_parts, dtype=torch.float32)
-            n_programs = n_rows * block.n_parts + (count is not None)
-            part(n_programs, (*tensors, None, parts, count), (n_rows, loss.shard.start))
-            counted = None
+            part(n_rows * block.n_parts, (*tensors, None, parts), (n_rows, loss.shard.start))
         # Programs of parts need the statistics of the row: those of the second exchange follow.
         sums = stats[1] if has_both and part is None else None
         sizes = (n_rows, loss.shard.start, rank * n_rows)
-        launch(n_rows + (counted is not None), (*tensors, parts, stats[0], sums, counted, *outputs), sizes)
+        launch(n_rows, (*tensors, parts, stats[0], sums, *outputs), sizes)
         if has_both and part is not None:
             second_too(logits, targets, stats, rank)
 
@@ -347,7 +317,7 @@ def second(loss: KernelLoss) -> Callable[..., None]:
         if shape.is_cut:
             parts = make(stats[0], n_rows, block.n_parts, 2, block.lanes, dtype=torch.float32)
             part = _launch_of_parts(loss, rows, shape, 2, n_ranks, width)
-            part(n_rows * block.n_parts, (*tensors, stats[0], parts, None), (n_rows, loss.shard.start))
+            part(n_rows * block.n_parts, (*tensors, stats[0], parts), (n_rows, loss.shard.start))
         launch = _second(loss, rows, shape, n_ranks, width)
         launch(n_rows, (*tensors[:3], tensors[5], parts, *stats), (n_rows, rank * n_rows))
 

@@ -28,11 +28,11 @@ class Launchers(NamedTuple):
     ``outputs`` and ``grads`` are the records ``TokenOutputs`` and ``GradOutputs``.
     """
 
-    # (logits, targets, stats, rank, count): fills stats[0][rank], of a single rank all of them, and count [1] int32 if
-    # given. Of at most stored_rows also (..., outputs): fills those of a single rank's unreduced loss.
+    # (logits, targets, stats, rank): fills stats[0][rank], of a single rank all of them. Of at most stored_rows also
+    # (..., outputs): fills those of a single rank's unreduced loss.
     statistics: Callable[..., None]
     # (stats, targets, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
-    # sum of the losses if given.
+    # sum of the losses if given. Of a loss that counts also (..., count): fills count [1] int32, which divides.
     outputs: Callable[..., None]
     # (logits, targets, stats, divisor, grads, grad_logits): fills grad_logits.
     gradient: Callable[..., None]
@@ -60,7 +60,7 @@ class Loss:
 
     Targets: type  # a NamedTuple of tensors, whose roles ``targets`` reads
     HeadTargets: type  # those of a head, if they are others
-    counts: bool = False  # whether the launch of the statistics can count the rows of a mean
+    counts: bool = False  # whether the launch of the outputs can count the rows of a mean
     divides_by_weights: bool = False  # whether labels' class weights, if there are some, divide a mean
 
     def __init__(self) -> None:

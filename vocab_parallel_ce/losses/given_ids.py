@@ -122,7 +122,7 @@ class GivenIds:
         self.softmax = LABELS.launchers(options.softmax, shard, None)
         self.element_mul = reference.element_mul
 
-    def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int, count: None = None) -> None:
+    def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int) -> None:
         columns, temperature = self.columns(targets), getattr(targets, "temperature", None)
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.softmax, temperature))

@@ -80,10 +80,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from (variant._replace(is_specialised=True) for variant in of_units())
     yield stats("bf16", False, "plain", rows=("temperature",))
     yield stats("bf16", False, "entropy", rows=("threshold",))
-    yield stats("bf16", False, "plain", counted=True)
+    yield finish("plain", 1, counted=True)
     yield stats("bf16", True, "plain")
     yield stats("bf16", False, "plain", at_once=8)
-    yield stats("bf16", False, "plain", counted=True, at_once=8)
     yield stats("bf16", False, "entropy", at_once=8)
     yield stats("bf16", False, "all", at_once=8)
     yield part("bf16", False, "plain")
@@ -93,6 +92,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", False, "plain", at_once=8, stores=True)
     yield stats("bf16", False, "plain", merged=True, stores=True)
     yield finish("plain", 1, summed=True)
+    yield finish("plain", 1, summed=True, counted=True)
     yield scaled("fp32", edges=False)
     yield scaled("bf16", edges=False)
 
@@ -149,7 +149,6 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield from of_ids(dtype, divergence)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
-        yield stats(dtype, edges, "plain", counted=True)
         yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
         yield gradient(dtype, edges, "plain", n_columns=NARROW, ranks=1)
         yield gradient(dtype, edges, "all", call="in_forward")
@@ -203,7 +202,6 @@ def stats(
     dtype: str,
     edges: bool,
     option: str,
-    counted: bool = False,
     rows: tuple[str, ...] = (),
     merged: bool = False,
     at_once: int = 1,
@@ -218,13 +216,13 @@ def stats(
     of_parts = torch.float32 if merged else None
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, of_parts, torch.float32, None)
-    dtypes += (torch.int32 if counted else None, *(output_dtypes(options) if stores else NOT_STORED))
+    dtypes += output_dtypes(options) if stores else NOT_STORED
     shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
     loss = launch_of("label_rows", "label_loss", shard, options)
     launch = launch_of("rows", "_launch", loss, ROWS[edges], shape, len(options.statistics))
     name = "merged" if merged else "statistics"
-    name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
+    name += f"-{dtype}{'-edges' * edges}-{option}"
     name += f"-{at_once}" * (at_once > 1) + f"-{units}_units" * (units > 0) + "-stores" * stores
     return Variant("-".join((name, *rows)), launch, dtypes)
 
@@ -232,7 +230,7 @@ def stats(
 def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), units: int = 0) -> Variant:
     options = OPTIONS[option]
     weights = torch.float32 if options.class_weight else None
-    dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, None, torch.float32, torch.int32)
+    dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, None, torch.float32)
     shard, block = shard_and_block(dtype, edges, units)
     shape = StatisticsShape(block, True, PARTS_AT_ONCE)
     loss = launch_of("label_rows", "label_loss", shard, options)
@@ -314,19 +312,19 @@ def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant
         yield Variant(f"kept_gradient-{name}", launch, (x, label, label, f, f, f, f, i, f))
 
 
-def finish(option: str, ranks: int, summed: bool = False) -> Variant:
+def finish(option: str, ranks: int, summed: bool = False, counted: bool = False) -> Variant:
     dtypes = (
         torch.float32,
         None,
         torch.int64,
-        torch.int32,
+        *((None, torch.int32) if counted else (torch.int32, None)),
         *output_dtypes(OPTIONS[option]),
         torch.float32 if summed else None,
     )
     loss = launch_of("label_rows", "label_loss", VocabShard(0, 131072, 131072), OPTIONS[option])
     key = (loss, 1024 if summed else 128, ranks, len(OPTIONS[option].statistics))
     launch = launch_of("outputs", "_outputs", *key)
-    return Variant(f"outputs-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
+    return Variant(f"outputs-{option}-R{ranks}{'-summed' * summed}{'-mean' * counted}", launch, dtypes)
 
 
 def one_pass(

@@ -63,7 +63,7 @@ def of_algebra(
     for parts in (None, fp32):
         # Of cut rows the parts of the second exchange follow.
         of_rows = (logits, *beside[:2], None, None, beside[2])
-        dtypes = (*of_rows, parts, fp32, second if parts is None else None, None, *NOT_STORED)
+        dtypes = (*of_rows, parts, fp32, second if parts is None else None, *NOT_STORED)
         shape = whole if parts is None else cut
         launch = launch_of("rows", "_launch", loss, rows, shape, widths[0])
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
@@ -71,7 +71,7 @@ def of_algebra(
             stores = (*dtypes[:-6], fp32, *NOT_STORED[1:])
             yield Variant(f"{name.format('merged' if parts else 'statistics')}stores", launch, stores)
     for stats in (None, fp32) if second else (None,):
-        dtypes = (*of_rows, stats, fp32, None)
+        dtypes = (*of_rows, stats, fp32)
         fields = (2, *gathered) if stats else (widths[0],)
         launch = launch_of("rows", "_launch_of_parts", loss, rows, cut, *fields)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
@@ -81,7 +81,7 @@ def of_algebra(
         strides = (None if grad is None else 1, None, None, None, None)
         launch = launch_of("outputs", "_gradient", loss, rows, walk_block, is_cut, strides, *gathered)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}{'in_forward' * (grad is None)}", launch, dtypes)
-    dtypes = (fp32, second, beside[1], fp32, fp32, None, None, None, None, None, None)
+    dtypes = (fp32, second, beside[1], fp32, None, fp32, None, None, None, None, None, None)
     launch = launch_of("outputs", "_outputs", loss, 128, *gathered)
     yield Variant(name.format("outputs"), launch, dtypes)
     for parts in (None, fp32) if second else ():
