@@ -88,7 +88,7 @@ class KernelLoss(NamedTuple):
         values: tuple[Any, ...],
         block: Block | StatisticsBlock,
         constants: dict[str, Any],
-        compiler: dict[str, int] | None = None,
+        compiler: dict[str, Any] | None = None,
     ) -> Launch:
         """Return the Launch of a kernel that walks rows: both layouts come first, and LOSS before ``constants``."""
         rows = rows._replace(has_edges=block.has_edges(self.shard, rows.has_edges))

@@ -44,11 +44,18 @@ class Launch:
 
     The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
     ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are the compiler's other
-    options.
+    options. One that ``overlaps`` begins before the launch before it has ended, where GPUs can, and waits inside.
     """
 
     def __init__(
-        self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, **compiler: int
+        self,
+        kernel: Any,
+        values: tuple[Any, ...],
+        constants: dict[str, Any],
+        *,
+        num_warps: int,
+        overlaps: bool = False,
+        **compiler: int,
     ) -> None:
         self.kernel = kernel
         self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
@@ -57,8 +64,8 @@ class Launch:
         if torch.version.hip is not None:
             compiler.pop("maxnreg", None)  # its compiler has no bound of registers
         if "OVERLAPS" in getattr(kernel, "arg_names", ()):
-            self.constants = constants = {**constants, "OVERLAPS": can_overlap()}
-            compiler |= {"launch_pdl": True} if can_overlap() else {}
+            self.constants = constants = {**constants, "OVERLAPS": overlaps and can_overlap()}
+            compiler |= {"launch_pdl": True} if constants["OVERLAPS"] else {}
         # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
         self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
@@ -172,7 +179,7 @@ def walk_launch(
     rows: Rows,
     values: tuple[Any, ...],
     block: Block | StatisticsBlock,
-    compiler: dict[str, int] | None = None,
+    compiler: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
     """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``.

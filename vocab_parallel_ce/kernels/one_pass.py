@@ -22,6 +22,7 @@ written in Gluon, Triton's language for explicit layouts, which no interpreter r
 # Tuples grow in loops that the compiler unrolls.
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -267,7 +268,7 @@ def _launch(
     # All programs of a multiprocessor must fit at once; the compiler does not know how many there are.
     threads = THREADS_PER_WARP * config.num_warps * config.ctas_per_sm
     registers = min(REGISTERS_OF_SM // threads // 8 * 8, REGISTERS_OF_THREAD)  # a warp gets eights of them
-    cluster = {"num_ctas": config.ctas} if config.ctas > 1 else {}
+    cluster: dict[str, Any] = {"num_ctas": config.ctas} if config.ctas > 1 else {}
     return Launch(one_pass_kernel, values, constants, num_warps=config.num_warps, maxnreg=registers, **cluster)
 
 

@@ -18,6 +18,7 @@ once and written once, and the gradient is rounded a second time.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import (
     ALL_TILES,
+    CUT_ROWS,
     READ_AND_WRITE,
     READ_AND_WRITE_EDGES,
     READ_PAIRS,
@@ -35,6 +37,7 @@ from vocab_parallel_ce.blocks import (
     Table,
     choose_block,
     gradient_shape,
+    statistics_shape,
 )
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, merged_ranks, summed_ranks
@@ -170,7 +173,7 @@ def gradient_kernel(
 
 def outputs(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the outputs."""
-    launch_of = cache_launches(lambda block, n_ranks, width: _outputs(loss, block, n_ranks, width))
+    launch_of = cache_launches(partial(_outputs, loss))
 
     def fill(
         stats: tuple[Tensor, ...],
@@ -191,7 +194,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
         block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
         second, labels = stats[1] if len(stats) > 1 else None, getattr(targets, "labels", None)
         tensors = (stats[0], second, labels, divisor, count, *outputs, in_launch)
-        launch_of(block, n_ranks, width)(-(-n_rows // block), tensors, (n_rows,))
+        launch_of(block, n_ranks, width, n_rows <= CUT_ROWS)(-(-n_rows // block), tensors, (n_rows,))
         if total is not None and in_launch is None:
             step(sum_losses, outputs.loss, total)
 
@@ -208,7 +211,8 @@ def gradient(loss: KernelLoss) -> Callable[..., None]:
     ) -> tuple[Launch, int]:
         table, tiles = _table(loss, n_ranks, by_row)
         block, n_programs = gradient_shape(n_rows, shard, size, table, tiles)
-        return _gradient(loss, rows, block, n_programs > 1, strides, n_ranks, width), n_programs
+        overlaps = statistics_shape(n_rows, shard, size, 1 + loss.is_pair).is_cut
+        return _gradient(loss, rows, block, n_programs > 1, strides, n_ranks, width, overlaps), n_programs
 
     def fill(
         logits: Tensor,
@@ -261,9 +265,9 @@ def _table(loss: KernelLoss, n_ranks: int, by_row: bool) -> tuple[Table, int]:
 
 
 @cache_launches
-def _outputs(loss: KernelLoss, block: int, n_ranks: int, width: int) -> Launch:
-    constants = {"LOSS": loss.algebra, "WIDTH": width, "RANKS": n_ranks, "ROWS": block}
-    return Launch(outputs_kernel, (Sizes.of(loss.shard), loss.options), constants, num_warps=block // 32)
+def _outputs(loss: KernelLoss, block: int, n_ranks: int, width: int, overlaps: bool = False) -> Launch:
+    values, constants = (Sizes.of(loss.shard), loss.options), {"LOSS": loss.algebra, "WIDTH": width, "RANKS": n_ranks}
+    return Launch(outputs_kernel, values, constants | {"ROWS": block}, num_warps=block // 32, overlaps=overlaps)
 
 
 @cache_launches
@@ -275,14 +279,15 @@ def _gradient(
     strides: tuple[int | None, ...],
     n_ranks: int,
     width: int,
+    overlaps: bool = False,
 ) -> Launch:
-    options, compiler = loss.options, dict[str, int]()
+    options, compiler = loss.options, dict[str, Any](overlaps=overlaps)
     if not loss.is_pair:
         sums = (options.entropy, options.sum_sq_probs, options.smoothing, options.mean_logit)
         has_edges = block.has_edges(loss.shard, rows.has_edges)
         if sum(map(bool, sums)) > 1 or (options.softcap is not None and has_edges):
             # Without the bound, ptxas takes fewer, and loads a thread's second vector when it has used the first.
-            compiler = {"maxnreg": 64}
+            compiler["maxnreg"] = 64
     constants = {"WIDTH": width, "RANKS": n_ranks, "IS_CUT": is_cut}
     return loss.launch(gradient_kernel, rows, (GradOutputs(*strides),), block, constants, compiler)
 
@@ -305,10 +310,8 @@ def element_mul_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
-    ops.begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:

@@ -244,10 +244,8 @@ def second_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
-    ops.begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     merged = merged_ranks(stats, index, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
     label = ops.load_label(labels, index)
@@ -339,14 +337,14 @@ def _launch(loss: KernelLoss, rows: Rows, shape: StatisticsShape, width: int) ->
     return loss.launch(statistics_kernel, rows, (*values, width), shape.block, constants, compiler)
 
 
-def _parts_at_once(loss: KernelLoss, shape: StatisticsShape, has_edges: bool) -> tuple[int, dict[str, int]]:
+def _parts_at_once(loss: KernelLoss, shape: StatisticsShape, has_edges: bool) -> tuple[int, dict[str, Any]]:
     """Return how many parts a program loads together, and the compiler's options for that.
 
     Without a bound of registers, ptxas takes few, and loads the second part, or tile, when it has used the first.
     """
     block, is_cut, at_once = shape
     if is_cut:
-        return PARTS_AT_ONCE if loss.is_pair else at_once, {"maxnreg": 64}
+        return PARTS_AT_ONCE if loss.is_pair else at_once, {"maxnreg": 64, "overlaps": True}
     if loss.is_pair:
         if getattr(loss.options, "beta", None) is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
@@ -370,7 +368,7 @@ def _launch_of_parts(
 ) -> Launch:
     values, constants = _of_shape(loss, shape)
     constants = {"FIELDS": fields, "WIDTH": width, "RANKS": n_ranks, **constants}
-    return loss.launch(part_kernel, rows, values, shape.block, constants)
+    return loss.launch(part_kernel, rows, values, shape.block, constants, {"overlaps": True})
 
 
 def _of_shape(loss: KernelLoss, shape: StatisticsShape) -> tuple[tuple[int, ...], dict[str, int]]:
