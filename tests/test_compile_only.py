@@ -71,7 +71,12 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
 
 
 def test_sm_90_code_is_wide_and_does_not_spill():
-    for report in compiled("cuda:90"):
+    reports = compiled("cuda:90")
+    overlapping = {report["kernel"].split("-")[0] for report in reports if report["overlaps"]}
+    parts = {"part", "target_part", "divergence_part", "divergence_part_second"}
+    assert overlapping == {*parts, "merged", *MERGED_PAIRS, "outputs", "gradient"}
+    for report in reports:
+        assert_waits_if_it_overlaps(report)
         if report["kernel"].startswith("one_pass"):
             assert_fills_a_multiprocessor(report)
             continue
@@ -106,6 +111,12 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         if "_units" in report["kernel"]:
             # What a thread adds up itself must not depend on the number of warps, which is that of units.
             assert {elements for _, elements in report["of_a_thread"]} <= {"1", "1, 8"}, report
+
+
+def assert_waits_if_it_overlaps(report: dict) -> None:
+    """A launch that begins before the one before has ended reads and writes nothing until then."""
+    assert report["overlaps"] == (report["waits"] >= 0), report
+    assert not report["overlaps"] or report["waits"] < report["accesses"], report
 
 
 def assert_fills_a_multiprocessor(report: dict) -> None:

@@ -14,6 +14,7 @@ and to those that it gets.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,16 +29,18 @@ from vocab_parallel_ce.layout import VECTOR_BYTES
 Tensors = tuple[Any, ...]  # and None
 MOST_PROGRAMS = 256  # of a kind of call
 
-
+Take = Callable[[list[Any]], tuple[Any, ...]]
 Run = Callable[[list[Any], list[Any]], object]  # of addresses, and of the tensors that have them
 
 
-class Record(NamedTuple):
+@dataclasses.dataclass
+class Record:
     """What a function did while it was recorded."""
 
     # (device, take) -> how to do it again for what ``take`` takes of a list, None if it cannot be; the tensors.
-    steps: list[tuple[Callable[[int, Callable[[list[Any]], tuple[Any, ...]]], Run] | None, Tensors]]
-    made: list[Tensor]
+    steps: list[tuple[Callable[[int, Take], Run] | None, Tensors]] = dataclasses.field(default_factory=list)
+    made: list[Tensor] = dataclasses.field(default_factory=list)
+    can_launch: Callable[[int], bool] = lambda device: True  # whether launches to a device would be as they were
 
 
 class _Recording(threading.local):
@@ -50,7 +53,7 @@ recording = _Recording()
 @contextmanager
 def recorded() -> Iterator[Record]:
     """Record what this thread makes and launches."""
-    recording.record = Record([], [])
+    recording.record = Record()
     try:
         yield recording.record
     finally:
@@ -80,7 +83,7 @@ class Program(NamedTuple):
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shapes, strides and dtypes
     steps: tuple[Run, ...]  # of a call's tensors, None, and what is made
     results: tuple[int, ...]  # which of these tensors
-    can_launch: Callable[[int], bool]  # whether launches to a device would be as they were
+    can_launch: Callable[[int], bool]
 
     def run(self, tensors: Tensors) -> Tensors | None:
         """Return what the function returns, or None if it has to take its own way."""
@@ -125,13 +128,11 @@ def program_of(record: Record, tensors: Tensors, results: Tensors) -> Program | 
     returned = [next((i for i, each in enumerate(own) if each is result), -1) for result in results]
     if not steps or not all([index in used or 0 <= index < len(tensors) for index in returned]):
         return None
-    from vocab_parallel_ce.kernels.launch import can_launch
-
     made = tuple([(tuple(t.shape), t.stride(), t.dtype) for t in record.made])
-    return Program(device, _allocator(first.device), made, tuple(steps), tuple(returned), can_launch)
+    return Program(device, _allocator(first.device), made, tuple(steps), tuple(returned), record.can_launch)
 
 
-def _taker(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+def _taker(indices: list[int]) -> Take:
     if len(indices) > 1:
         return itemgetter(*indices)
     (index,) = indices  # an itemgetter of one returns no tuple

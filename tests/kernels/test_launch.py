@@ -304,3 +304,28 @@ def test_only_tested_versions_without_rocm_take_the_private_way(kernel, monkeypa
         assert launch_path().startswith("triton's own launch: ROCm")
     else:
         assert launch_path() == f"triton's own launch: triton {version} was not tested, only 3.6, 3.7, 3.8, 3.9"
+
+
+@pytest.mark.parametrize("can_overlap, overlaps", ((True, True), (True, False), (False, True)))
+def test_a_launch_overlaps_where_gpus_can(kernel, monkeypatch, can_overlap, overlaps):
+    """Only a kernel that waits may be launched so."""
+    monkeypatch.setattr(launching, "can_overlap", lambda: can_overlap)
+    waits = Launch(SimpleNamespace(arg_names=["x", "A", "OVERLAPS"]), (), {"A": 1}, num_warps=4, overlaps=overlaps)
+    does = can_overlap and overlaps
+    assert waits.tail == (1, does) and waits.compiler.get("launch_pdl", False) == does
+    assert "launch_pdl" not in Launch(kernel, (), {"A": 1}, num_warps=4, overlaps=overlaps).compiler
+
+
+@pytest.mark.parametrize(
+    "gpus, hip, interprets", (((), 0, 0), (((9, 0), (8, 0)), 0, 0), (((9, 0),), 1, 0), (((9, 0),), 0, 1))
+)
+def test_which_gpus_can_overlap(monkeypatch, gpus, hip, interprets):
+    """Only if all of them can: a kernel is compiled for the first that it runs on."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index])
+    monkeypatch.setattr(torch.version, "hip", "7.0" if hip else None)
+    monkeypatch.setattr(launching.knobs.runtime, "interpret", bool(interprets))
+    assert not launching.can_overlap.__wrapped__()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (12, 0))
+    assert launching.can_overlap.__wrapped__() == (not hip and not interprets)

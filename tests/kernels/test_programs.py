@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from operator import itemgetter
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 
 from tests.support.kernels.interpreted_programs import interpreted_programs
 from tests.support.kernels.launch_shapes import BY_SIZE, ONE, SEVERAL, forget_plans, programs
-from vocab_parallel_ce import distillation_loss, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    Head,
+    distillation_loss,
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_objective,
+    linear_token_log_probs,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
 
 pytest.importorskip("triton")
 from vocab_parallel_ce.kernels import launch as launching
@@ -120,6 +130,76 @@ def test_calls_of_a_kind_have_the_bits_of_calls_alone(name, kind, device):
     assert watched.kernels == set()
 
 
+CHUNKS: dict[str, Any] = {"chunk_size": 4, "impl": "triton"}  # of 10 tokens
+HEADS = {
+    "mean": lambda h, w, y: linear_cross_entropy(h, w, y, **CHUNKS),
+    "sum, padded": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="sum", vocab_size=COLUMNS - 2, **CHUNKS),
+    "none": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="none", **CHUNKS),
+    "valid": lambda h, w, y: linear_cross_entropy(h, w, y, valid_tokens="count", **CHUNKS),
+    "kept": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="none", keep_logits="all", **CHUNKS),
+    "fp32": lambda h, w, y: linear_cross_entropy(h.half(), w.half(), y, logits_dtype=torch.float32, **CHUNKS),
+    "entropy": lambda h, w, y: linear_token_log_probs(h, w, y, outputs=("entropy",), **CHUNKS).entropy,
+    "objective": lambda h, w, y: linear_objective(
+        h, w, y, lambda log_probs, entropy: -log_probs.exp() - entropy, outputs=("entropy",), **CHUNKS
+    )[0],
+    "divergence": lambda h, w, y: linear_distillation_loss(Head(h, w), Head(h.detach() * 2, w.detach()), **CHUNKS),
+}
+
+
+@pytest.mark.parametrize("device", LANES)
+@pytest.mark.parametrize("name", HEADS)
+def test_calls_of_a_head_have_the_bits_of_calls_alone(name, device):
+    """Their chunks, and the tokens that are left out, differ."""
+
+    def outcome(seed, backward):
+        generator = torch.Generator().manual_seed(seed)
+        hidden, weight = (torch.randn(rows, 8, generator=generator).to(device) for rows in (10, COLUMNS))
+        labels = torch.randint(COLUMNS - 2, (10,), generator=generator).to(device)
+        labels[: seed % 4] = -100
+        leaves = hidden.requires_grad_(), weight.requires_grad_()
+        loss = HEADS[name](*leaves, labels)
+        BACKWARD[backward](loss)
+        return loss.detach().clone(), *[leaf.grad for leaf in leaves]
+
+    alone = []
+    for seed, backward in enumerate([*BACKWARD] * 2):
+        forget_plans()
+        alone.append(outcome(seed, backward))
+    with in_programs(device):
+        forget_plans()
+        for seed, backward in enumerate([*BACKWARD] * 6):
+            outcome(seed, backward)
+        with Watched() as watched:
+            known = [outcome(seed, backward) for seed, backward in enumerate([*BACKWARD] * 2)]
+    for found, right in zip(known, alone, strict=True):
+        assert all(map(torch.equal, found, right))
+    assert len(watched.answers) >= 3 * len(known) and all(watched.answers)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_launches_of_few_rows_wait_for_what_was_queued_before(reduction):
+    """Each loss reads logits that the launch before has just written, where the gradient before it was."""
+    sources = torch.randn(6, 16, 131072, device="cuda").bfloat16()
+    labels, memory = torch.randint(131072, (6, 16), device="cuda"), torch.empty_like(sources[0])
+
+    def loss_and_gradient(source, labels):
+        leaf = memory.copy_(source).requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, labels, reduction=reduction, gradient="out_of_place")
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        memory.requires_grad_(False)
+        memory.zero_()
+        return loss.detach(), grad
+
+    queued = [loss_and_gradient(*each) for _ in range(20) for each in zip(sources, labels, strict=True)]
+    for (loss, grad), source, of_source in zip(queued[-6:], sources, labels, strict=True):
+        leaf = source.double().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(leaf, of_source, reduction=reduction)
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        (right,) = torch.autograd.grad(expected.sum(), leaf)
+        torch.testing.assert_close(grad.double(), right, rtol=2**-7, atol=1e-9)
+
+
 # What a hook may return of what was saved: other strides, and other dtypes.
 FORMS = {
     "as it was": lambda x: x,
@@ -221,7 +301,8 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
 
 
 def a_record(*tensors, made=()):
-    return Record([(lambda device, take: lambda addresses, own: None, tensors)], list(made))
+    steps = [(lambda device, take: lambda addresses, own: None, tensors)]
+    return Record(steps, list(made), launching.can_launch)
 
 
 @pytest.mark.reference
@@ -236,7 +317,7 @@ def test_what_is_no_program():
     assert program_of(a_record(a, b), (a, b), (a[1:],)) is None  # a view of what it gets
     assert program_of(a_record(a, b, made=(c,)), (a, b), (c,)) is None  # no step filled c
     assert program_of(a_record(a, c, made=(c,)), (a, b), (c, b)) is not None
-    assert program_of(Record([], []), (a, b), (b,)) is None  # nothing is launched
+    assert program_of(Record(), (a, b), (b,)) is None  # nothing is launched
     record = a_record(a, b)
     record.steps.append((None, (b,)))
     assert program_of(record, (a, b), (b,)) is None  # it cannot be launched in C

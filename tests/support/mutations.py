@@ -43,6 +43,7 @@ OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear
 OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
+PROGRAMS = "tests/kernels/test_programs.py tests/logits/test_plans.py"
 REFUSALS = "tests/refusals"  # after each suite
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
@@ -96,6 +97,8 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "compile": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
     "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",
     "api/": "tests/logits/test_metrics.py tests/conformance/test_logits.py",
+    "program": PROGRAMS,
+    "run": f"{MODES} {PROGRAMS} tests/logits tests/linear tests/core tests/soft tests/ranks",
     "": f"{MODES} tests/logits tests/linear tests/core tests/soft tests/ranks",
 }
 

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
-from vocab_parallel_ce.program import Run, recording
+from vocab_parallel_ce.program import Run, Take, recording
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 
@@ -101,6 +101,7 @@ class Launch:
         if recording.record is not None:
             bind = None if variant is None else functools.partial(variant.bound, n_programs, others)
             recording.record.steps.append((bind, tensors))
+            recording.record.can_launch = can_launch
 
 
 class Variant(NamedTuple):
@@ -112,7 +113,7 @@ class Variant(NamedTuple):
     current_stream: Callable[[int], int]
     compiled: Any  # from Triton 3.8 on, a kernel that nobody holds is unloaded from the GPU
 
-    def bound(self, grid: int, others: tuple[Any, ...], device: int, take: Callable[[Any], tuple[Any, ...]]) -> Run:
+    def bound(self, grid: int, others: tuple[Any, ...], device: int, take: Take) -> Run:
         """Return a function of a call's addresses that launches on the current stream of ``device``.
 
         ``take`` returns the kernel's addresses of them, in order; ``others`` are its other arguments.

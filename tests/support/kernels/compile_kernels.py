@@ -32,6 +32,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from tests.support.kernels.kernel_variants import DTYPES, Variant, all_variants, variants
 from vocab_parallel_ce.blocks import THREADS_PER_WARP
+from vocab_parallel_ce.kernels import launch
 
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
@@ -43,9 +44,9 @@ def source_of(variant: Variant) -> ASTSource:
 
     None and the integer 1 are constants, as in a launch. Other integers are not known, unless ``is_specialised``.
     """
-    launch, names = variant.launch, variant.launch.kernel.arg_names
-    arguments = (*variant.dtypes, *launch.values)
-    constexprs: dict[tuple[int, ...], object] = {(names.index(name),): v for name, v in launch.constants.items()}
+    own, names = variant.launch, variant.launch.kernel.arg_names
+    arguments = (*variant.dtypes, *own.values)
+    constexprs: dict[tuple[int, ...], object] = {(names.index(name),): v for name, v in own.constants.items()}
     attrs: dict[tuple[int, ...], object] = {}
 
     def type_of(argument: Any, path: tuple[int, ...]) -> Any:
@@ -62,13 +63,13 @@ def source_of(variant: Variant) -> ASTSource:
             attrs[path] = [["tt.divisibility", 16]]
         return "fp32" if isinstance(argument, float) else "i32"
 
-    signature = dict.fromkeys(names, "i32") | dict.fromkeys(launch.constants, "constexpr")
+    signature = dict.fromkeys(names, "i32") | dict.fromkeys(own.constants, "constexpr")
     signature |= {names[i]: type_of(argument, (i,)) for i, argument in enumerate(arguments)}
     if variant.ctas_per_sm is None:
-        return ASTSource(launch.kernel, signature, constexprs, attrs)
+        return ASTSource(own.kernel, signature, constexprs, attrs)
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    return GluonASTSource(launch.kernel, signature, constexprs, attrs)
+    return GluonASTSource(own.kernel, signature, constexprs, attrs)
 
 
 def report(target: GPUTarget, variant: Variant) -> dict:
@@ -91,6 +92,10 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     return entry | {
         "bytes": len(cubin),
+        "overlaps": options.get("launch_pdl", False),
+        # Of the first wait for the launch before, and the first access to memory: where they stand.
+        "waits": ptx.find("griddepcontrol.wait"),
+        "accesses": re.search(r"(ld|st|atom|red)\.global", ptx).start(),  # type: ignore[union-attr]
         "loads": sorted(set(re.findall(r"ld\.global[.\w]*", ptx))),
         "stores": sorted(set(re.findall(r"st\.global[.\w]*", ptx))),
         # Bytes of each kind of copy into shared memory.
@@ -152,6 +157,7 @@ def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
     backend, arch = sys.argv[1].split(":")
     target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
+    launch.can_overlap = lambda: backend == "cuda" and int(arch) >= 90  # as on the target
     chosen = all_variants if "all-variants" in sys.argv else variants
     # A process per core: the compiler holds the interpreter's lock.
     n_variants = len(list(chosen(target)))

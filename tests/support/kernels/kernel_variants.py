@@ -93,6 +93,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", False, "plain", merged=True, stores=True)
     yield finish("plain", 1, summed=True)
     yield finish("plain", 1, summed=True, counted=True)
+    yield finish("plain", 1, counted=True, few=True)
     yield scaled("fp32", edges=False)
     yield scaled("bf16", edges=False)
 
@@ -110,6 +111,7 @@ def of_gradients() -> Iterator[Variant]:
     yield gradient("bf16", False, "plain", rows=("temperature",))
     yield gradient("bf16", False, "entropy", rows=("threshold",))
     yield gradient("bf16", True, "plain")
+    yield gradient("bf16", False, "plain", ranks=1, few=True)
     yield gradient("fp32", False, "plain", ranks=1, of="bf16")
     yield gradient("fp32", False, "plain", of="bf16")
     yield gradient("fp32", True, "all", of="bf16")
@@ -248,8 +250,12 @@ def gradient(
     of: str | None = None,
     rows: tuple[str, ...] = (),
     n_columns: int = N_COLUMNS,
+    few: bool = False,
 ) -> Variant:
-    """``in_forward`` divides; ``padded`` too, and its shard has padding; ``of`` is the gradient's dtype."""
+    """``in_forward`` divides; ``padded`` too, and its shard has padding; ``of`` is the gradient's dtype.
+
+    ``few``: rows, whose launches overlap.
+    """
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
     others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
@@ -265,9 +271,9 @@ def gradient(
     table, tiles = launch_of("outputs", "_table", loss, ranks, rows != ())
     block, programs = gradient_shape(8192, shard, of_grad.itemsize, table, tiles)
     key = (loss, ROWS[edges], block, programs > 1, strides, ranks, len(options.statistics))
-    launch = launch_of("outputs", "_gradient", *key)
+    launch = launch_of("outputs", "_gradient", *key, few)
     name = f"gradient-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
-    name = "-".join((name, *rows, *(("narrow",) * (programs == 1))))
+    name = "-".join((name, *rows, *(("narrow",) * (programs == 1)), *(("few",) * few)))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 
@@ -312,7 +318,7 @@ def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant
         yield Variant(f"kept_gradient-{name}", launch, (x, label, label, f, f, f, f, i, f))
 
 
-def finish(option: str, ranks: int, summed: bool = False, counted: bool = False) -> Variant:
+def finish(option: str, ranks: int, summed: bool = False, counted: bool = False, few: bool = False) -> Variant:
     dtypes = (
         torch.float32,
         None,
@@ -323,8 +329,9 @@ def finish(option: str, ranks: int, summed: bool = False, counted: bool = False)
     )
     loss = launch_of("label_rows", "label_loss", VocabShard(0, 131072, 131072), OPTIONS[option])
     key = (loss, 1024 if summed else 128, ranks, len(OPTIONS[option].statistics))
-    launch = launch_of("outputs", "_outputs", *key)
-    return Variant(f"outputs-{option}-R{ranks}{'-summed' * summed}{'-mean' * counted}", launch, dtypes)
+    launch = launch_of("outputs", "_outputs", *key, few)
+    name = f"outputs-{option}-R{ranks}{'-summed' * summed}{'-mean' * counted}{'-few' * few}"
+    return Variant(name, launch, dtypes)
 
 
 def one_pass(
