@@ -8,8 +8,8 @@ out takes longer than the launches. In calls of one kind all of these are equal.
 16 bytes, that an observer watches or that is not of the current GPU takes the function's own way, as the first call
 of a kind does: many kinds come once.
 
-A function may have a program if it makes tensors with :func:`make`, and launches or :func:`step` alone write to these
-and to those that it gets.
+A function that is run so must make its tensors with :func:`make`; launches and :func:`step` alone write to these and to
+those that it gets. One that returns or launches over other tensors, or changes what it made, keeps its own way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Record:
     # (device, take) -> how to do it again for what ``take`` takes of a list, None if it cannot be; the tensors.
     steps: list[tuple[Callable[[int, Take], Run] | None, Tensors]] = dataclasses.field(default_factory=list)
     made: list[Tensor] = dataclasses.field(default_factory=list)
-    can_launch: Callable[[int], bool] = lambda device: True  # whether launches to a device would be as they were
 
 
 class _Recording(threading.local):
@@ -83,7 +82,6 @@ class Program(NamedTuple):
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shapes, strides and dtypes
     steps: tuple[Run, ...]  # of a call's tensors, None, and what is made
     results: tuple[int, ...]  # which of these tensors
-    can_launch: Callable[[int], bool]
 
     def run(self, tensors: Tensors) -> Tensors | None:
         """Return what the function returns, or None if it has to take its own way."""
@@ -93,7 +91,7 @@ class Program(NamedTuple):
         for address in addresses:
             if address:
                 all_bits |= address
-        if all_bits % VECTOR_BYTES or not self.can_launch(self.device):
+        if all_bits % VECTOR_BYTES:
             return None
         for layout in self.made:
             made = self.allocate(*layout)
@@ -129,7 +127,7 @@ def program_of(record: Record, tensors: Tensors, results: Tensors) -> Program | 
     if not steps or not all([index in used or 0 <= index < len(tensors) for index in returned]):
         return None
     made = tuple([(tuple(t.shape), t.stride(), t.dtype) for t in record.made])
-    return Program(device, _allocator(first.device), made, tuple(steps), tuple(returned), record.can_launch)
+    return Program(device, _allocator(first.device), made, tuple(steps), tuple(returned))
 
 
 def _taker(indices: list[int]) -> Take:
@@ -148,7 +146,7 @@ def _allocator(device: torch.device) -> Callable[..., Tensor]:
     def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", allocate)
+    return getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{device.type}", allocate)
 
 
 def _apart(tensors: Tensors) -> Tensors:
@@ -174,7 +172,8 @@ def directly(key: Any, function: Callable[..., Tensors], tensors: Tensors, *othe
 class Programs:
     """The programs of the calls of one kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, can_launch: Callable[[int], bool]) -> None:
+        self.can_launch = can_launch  # whether launches to a device are now the recorded ones
         # By what a function's calls may differ in. None: it does more than launch.
         self.programs: dict[Any, Program | None] = {}
         self.called: set[Any] = set()  # keys that have come
@@ -185,7 +184,7 @@ class Programs:
         The kind of the call and ``key`` say which function it is and all that its launches depend on, except memory.
         """
         program = self.programs.get(key)
-        results = None if program is None else program.run(tensors)
+        results = None if program is None or not self.can_launch(program.device) else program.run(tensors)
         return self._own_way(key, function, tensors, others) if results is None else results
 
     def _own_way(
@@ -198,11 +197,11 @@ class Programs:
                 self.called.clear()
                 self.programs.clear()
             self.called.add(key)
-        if is_new or has_program or any([t is not None and t.data_ptr() % VECTOR_BYTES for t in tensors]):
+        is_aligned = all([t is None or t.data_ptr() % VECTOR_BYTES == 0 for t in tensors])
+        if is_new or has_program or not is_aligned or not self.can_launch(tensors[0].get_device()):
             return function(*others, *tensors)
         tensors = _apart(tensors)
         with recorded() as record:
             results = function(*others, *tensors)
-        if all([bind is not None for bind, _ in record.steps]):  # else of other memory, or observed
-            self.programs[key] = program_of(record, tensors, results)
+        self.programs[key] = program_of(record, tensors, results)
         return results

@@ -71,12 +71,7 @@ class _Reference:
         divisor: Tensor | None,
         outputs: TokenOutputs,
         total: Tensor | None = None,
-        count: Tensor | None = None,
     ) -> None:
-        if count is not None:
-            ignored = self.loss.ignored(targets, self.options)
-            assert ignored is not None
-            divisor = count.copy_((~ignored).sum())
         arguments = self._merged(stats), _second(stats), targets, self.shard, self.options
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
             if output is not None:

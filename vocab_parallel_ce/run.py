@@ -82,7 +82,7 @@ def exchange(call: Call, logits: Tensor, targets: Any, stats: Stats, begun: Any 
 
 def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
     """Return ``[1]``, what divides the losses of a mean, of the same bits on all ranks."""
-    dtype = plan.dtype if plan.mean_over == "weights" else torch.int64
+    dtype = plan.dtype if plan.mean_over == "weights" else torch.int32
     divisor = make(stats[0], 1, dtype=dtype)
     step(partial(_fill_divisor, plan), divisor, stats[0], *targets)
     return divisor
@@ -96,7 +96,7 @@ def _fill_divisor(plan: Plan, divisor: Tensor, stats: Tensor, *targets: Tensor |
     elif (ignored := plan.loss.ignored(plan.loss.Targets(*targets), plan.options)) is None:
         divisor.fill_(stats.shape[1])
     else:
-        torch.sum(~ignored, dim=0, keepdim=True, out=divisor)
+        torch.sum(~ignored.reshape(-1), dim=0, keepdim=True, dtype=torch.int32, out=divisor)
 
 
 def fill_outputs(
@@ -107,7 +107,7 @@ def fill_outputs(
     The loss of a reduced call is their sum.
     """
     total = None if plan.reduction == "none" else make(outputs.loss, dtype=plan.dtype)
-    if plan.mean_over == "rows" and plan.loss.counts:
+    if plan.mean_over == "rows" and 0 < stats[0].shape[1] <= plan.launchers.counted_rows:
         count = make(outputs.loss, 1, dtype=torch.int32)
         plan.launchers.outputs(stats, targets, None, outputs, total, count)
         divisor = count
@@ -241,13 +241,8 @@ def fill_gradient(
     ``grads`` are those of the outputs; None is 1 for the loss, and 0 for the others.
     """
     new = None if grad_logits is logits else grad_logits
-    tensors = (logits, *found, *targets, *grads, new)
-    if plan.gradient != "auto":  # a checkpoint's hooks may have returned what was saved in another form
-        launched(plan, _gradient, tensors)
-        return
-    given, of_divisor = grads if plan.other_outputs else grads[:1], None if found[0] is None else found[0].dtype
-    key = (new is None, of_divisor, *[None if grad is None else (grad.dtype, grad.stride()) for grad in given])
-    plan.run(key, _gradient, tensors, plan)
+    # A hook, as of a checkpoint, may have returned what was saved in another form.
+    launched(plan, _gradient, (logits, *found, *targets, *grads, new))
 
 
 def raise_version(overwritten: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Programs: a call that launches again what an earlier call launched has the bits of a call that works it out."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from operator import itemgetter
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from vocab_parallel_ce import (
 pytest.importorskip("triton")
 from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import Launch, Variant
-from vocab_parallel_ce.program import MOST_PROGRAMS, Program, Programs, Record, program_of, recorded
+from vocab_parallel_ce.program import MOST_PROGRAMS, Program, Programs, Record, program_of, recorded, recording
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS, COLUMNS = 3, 2048
@@ -177,6 +177,24 @@ def test_calls_of_a_head_have_the_bits_of_calls_alone(name, device):
 
 
 @pytest.mark.cuda
+def test_launches_of_few_rows_wait_for_those_of_the_call_before():
+    """Nothing is queued between, and each call's parts lie where those of the call before lay."""
+    sources = torch.randn(6, 16, 131072, device="cuda").bfloat16()
+    labels = torch.randint(131072, (6, 16), device="cuda")
+    with torch.no_grad():
+        found = [
+            vocab_parallel_cross_entropy(*each, reduction="none")
+            for _ in range(50)
+            for each in zip(sources, labels, strict=True)
+        ]
+    expected = [
+        torch.nn.functional.cross_entropy(x.double(), y, reduction="none") for x, y in zip(sources, labels, strict=True)
+    ]
+    for index, loss in enumerate(found):
+        torch.testing.assert_close(loss.double(), expected[index % 6], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 def test_launches_of_few_rows_wait_for_what_was_queued_before(reduction):
     """Each loss reads logits that the launch before has just written, where the gradient before it was."""
@@ -212,16 +230,22 @@ FORMS = {
 
 
 @pytest.mark.parametrize("device", LANES)
+@pytest.mark.parametrize("is_for_all", (True, False))
 @pytest.mark.parametrize("name", ("none", "forward"))
-def test_what_was_saved_may_come_back_in_another_form(name, device):
-    """From a hook, or from a checkpoint that computes it again: the kind of the call does not say so."""
+def test_what_was_saved_may_come_back_in_another_form(name, is_for_all, device):
+    """From hooks for all that is saved, a checkpoint's, or of one tensor: the kind of the call does not say so."""
     x, teacher = torch.randn(2, 2, 3, 2, COLUMNS, generator=torch.Generator().manual_seed(0)).to(device)
     labels, factors = (torch.arange(12, device=device).view(2, 3, 2) + each for each in (0, 1.0))
 
     def grad(form):
         leaf = x.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, FORMS[form]):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, FORMS[form]) if is_for_all else nullcontext()
+        ):
             loss = LOSSES[name](leaf * 1, labels, teacher)
+        for saved in () if is_for_all else loss.grad_fn._raw_saved_tensors:
+            with suppress(RuntimeError):  # it saved None
+                saved.register_hooks(lambda saved: saved, FORMS[form])
         (loss * factors).sum().backward()
         return leaf.grad
 
@@ -301,8 +325,7 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
 
 
 def a_record(*tensors, made=()):
-    steps = [(lambda device, take: lambda addresses, own: None, tensors)]
-    return Record(steps, list(made), launching.can_launch)
+    return Record([(lambda device, take: lambda addresses, own: None, tensors)], list(made))
 
 
 @pytest.mark.reference
@@ -329,22 +352,51 @@ def test_what_is_no_program():
 @pytest.mark.reference
 def test_what_a_program_leaves_to_its_function(monkeypatch):
     a, b = torch.zeros(8), torch.zeros(8)
-    program = program_of(a_record(a, b), (a, b), (b, None))
-    assert program.run((a, b)) == (b, None) and program.run((a, b[1:])) is None
+    own, calls = Programs(launching.can_launch), []
+
+    def function(a, b):
+        calls.append(b)
+        return b, None
+
+    own.programs["key"] = program = program_of(a_record(a, b), (a, b), (b, None))
+    assert own.run("key", function, (a, b)) == (b, None) and calls == []
+    assert own.run("key", function, (a, b[1:]))[0].shape == (7,) and len(calls) == 1
     monkeypatch.setattr(launching, "current_device", lambda: 1)
-    assert program._replace(device=1).run((a, b)) and program._replace(device=0).run((a, b)) is None
+    for device, n_calls in ((1, 1), (0, 2)):
+        own.programs["key"] = program._replace(device=device)
+        assert own.run("key", function, (a, b)) == (b, None) and len(calls) == n_calls
+    own.programs["key"] = program
     monkeypatch.setattr(launching.knobs.runtime, "launch_enter_hook", print)
-    assert program.run((a, b)) is None
+    assert own.run("key", function, (a, b)) == (b, None) and len(calls) == 3
+
+
+@pytest.mark.reference
+def test_what_is_not_recorded(monkeypatch):
+    """Neither a first call, nor one that an observer watches; what has no program is recorded once."""
+    own, found, a = Programs(launching.can_launch), [], torch.zeros(8)
+
+    def function(a):
+        found.append(recording.record is not None)
+        return (a,)
+
+    own.run("key", function, (a,))
+    with monkeypatch.context() as patched:
+        patched.setattr(launching.knobs.runtime, "launch_enter_hook", print)
+        own.run("key", function, (a,))
+    own.run("key", function, (a[1:],))
+    for _ in range(2):
+        own.run("key", function, (a,))
+    assert found == [False, False, False, True, False]
 
 
 @pytest.mark.reference
 def test_a_kind_that_is_known_forgets_no_program():
     """One whose function does more than launch comes its own way at each call; a new one at the limit forgets all."""
-    own = Programs()
+    own = Programs(launching.can_launch)
     own.called, own.programs = set(range(MOST_PROGRAMS)), {0: None, 1: None}
-    own.run(0, lambda: (), ())
+    own.run(0, lambda a: (), (torch.zeros(1),))
     assert own.programs == {0: None, 1: None}
-    own.run("new", lambda: (), ())
+    own.run("new", lambda a: (), (torch.zeros(1),))
     assert own.programs == {} and own.called == {"new"}
 
 

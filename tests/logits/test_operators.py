@@ -53,6 +53,9 @@ def test_the_operators_are_what_they_declare(name):
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
     constants = loss, None, *values_of(settings)
     opcheck(ops.loss_of_logits, ([logits], targets, divisor, *constants))
+    if name == "divergence":  # tokens of two dimensions
+        deep = [each.unsqueeze(1) for each in (logits.detach(), *targets)]
+        opcheck(ops.loss_of_logits, ([deep[0].requires_grad_()], deep[1:], divisor, *constants))
     outputs = {"loss": None, **LOSSES[loss].outputs(LOSSES[loss].options(settings, None, class_weight=False))}
     n, found = len(outputs), [t.detach() for t in ops.loss_of_logits([logits], targets, divisor, *constants)]
     outputs |= {name: torch.rand(each.shape) for name, each in zip(outputs, found, strict=False)}

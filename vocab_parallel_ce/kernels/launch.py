@@ -101,7 +101,6 @@ class Launch:
         if recording.record is not None:
             bind = None if variant is None else functools.partial(variant.bound, n_programs, others)
             recording.record.steps.append((bind, tensors))
-            recording.record.can_launch = can_launch
 
 
 class Variant(NamedTuple):

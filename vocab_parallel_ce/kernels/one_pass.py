@@ -50,6 +50,7 @@ from vocab_parallel_ce.kernels.one_pass_rows import (
 )
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.program import make
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 
 REGISTERS_OF_SM, REGISTERS_OF_THREAD = 65_536, 255
@@ -243,7 +244,8 @@ def one_pass(
     assert config is not None, "selection leaves rows that do not fit to other kernels"
     launch = _launch(size, n_columns, layout, counted, options, config)
     programs = min(max(config.ctas_per_sm * _multiprocessors(logits.get_device()) // config.ctas, 1), n_rows)
-    partials = None if config.ctas == 1 else outputs.loss.new_empty(programs, 2, config.ctas, 2)
+    n_ctas = config.ctas
+    partials = None if n_ctas == 1 else make(outputs.loss, programs, 2, n_ctas, 2, dtype=torch.float32)
     tensors = (base, targets.labels, divisor, targets.class_weight, outputs.loss, outputs.lse, partials)
     launch(programs, tensors, (n_rows,))
 

@@ -32,7 +32,7 @@ class Launchers(NamedTuple):
     # (..., outputs): fills those of a single rank's unreduced loss.
     statistics: Callable[..., None]
     # (stats, targets, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
-    # sum of the losses if given. Of a loss that counts also (..., count): fills count [1] int32, which divides.
+    # sum of the losses if given. Of at most counted_rows also (..., count): fills count [1] int32, which divides.
     outputs: Callable[..., None]
     # (logits, targets, stats, divisor, grads, grad_logits): fills grad_logits.
     gradient: Callable[..., None]
@@ -46,6 +46,7 @@ class Launchers(NamedTuple):
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
     stored_rows: int = 0  # the most whose outputs the launch of the statistics stores
+    counted_rows: int = 0  # the most whose labels the launch of the outputs counts for a mean
 
 
 LOSSES: dict[str, Loss] = {}  # Keys: names of the losses' files, as operators pass them.
@@ -60,7 +61,6 @@ class Loss:
 
     Targets: type  # a NamedTuple of tensors, whose roles ``targets`` reads
     HeadTargets: type  # those of a head, if they are others
-    counts: bool = False  # whether the launch of the outputs can count the rows of a mean
     divides_by_weights: bool = False  # whether labels' class weights, if there are some, divide a mean
 
     def __init__(self) -> None:
@@ -162,4 +162,5 @@ def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]
         widths=tuple(map(len, exchanges)),
         second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
         stored_rows=kernels.rows.STORED_ROWS if len(exchanges) == 1 else 0,
+        counted_rows=0 if loss.is_pair else kernels.outputs.COUNTED_ROWS,
     )

@@ -1,4 +1,4 @@
-"""Programs of launches where kernels are interpreted: ``replay`` has none there, because nothing is launched in C."""
+"""Programs of launches where kernels are interpreted: there are none, because nothing is launched in C."""
 
 from __future__ import annotations
 
