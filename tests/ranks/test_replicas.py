@@ -81,7 +81,8 @@ def _ways_of_replicas(rank, group, impl):
             leaf = weight.detach().requires_grad_()
             main_grad = torch.zeros_like(weight.to_local())
             linear_cross_entropy(hidden, leaf, labels, main_grad=main_grad, **options).backward()
-        assert leaf.grad is None
+        # PyTorch 2.11 makes zeros where a DTensor's local tensor gets no gradient.
+        assert leaf.grad is None or (torch.__version__ < (2, 13) and not leaf.grad.to_local().any())
         dist.all_reduce(main_grad, group=mesh.get_group("dp"))  # what main_grad has is this rank's
         torch.testing.assert_close(main_grad, weight.grad.to_local())
         summed = [[call.name for call in each].count("allreduce_") for each in (calls, calls_of_main_grad)]
