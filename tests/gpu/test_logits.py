@@ -241,3 +241,43 @@ def test_tensors_on_a_gpu_that_is_not_current(reduction):
     (expected_grad,) = torch.autograd.grad(expected, here, torch.ones_like(expected))
     assert torch.equal(loss.cpu(), expected.cpu())
     assert torch.equal(grad.cpu(), expected_grad.cpu())
+
+
+def test_launches_of_few_rows_wait_for_those_of_the_call_before():
+    """Nothing is queued between, and each call's parts lie where those of the call before lay."""
+    sources = torch.randn(6, 16, 131072, device="cuda").bfloat16()
+    labels = torch.randint(131072, (6, 16), device="cuda")
+    with torch.no_grad():
+        found = [
+            vocab_parallel_cross_entropy(*each, reduction="none")
+            for _ in range(50)
+            for each in zip(sources, labels, strict=True)
+        ]
+    expected = [
+        torch.nn.functional.cross_entropy(x.double(), y, reduction="none") for x, y in zip(sources, labels, strict=True)
+    ]
+    for index, loss in enumerate(found):
+        torch.testing.assert_close(loss.double(), expected[index % 6], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_launches_of_few_rows_wait_for_what_was_queued_before(reduction):
+    """Each loss reads logits that the launch before has just written, where the gradient before it was."""
+    sources = torch.randn(6, 16, 131072, device="cuda").bfloat16()
+    labels, memory = torch.randint(131072, (6, 16), device="cuda"), torch.empty_like(sources[0])
+
+    def loss_and_gradient(source, labels):
+        leaf = memory.copy_(source).requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, labels, reduction=reduction, gradient="out_of_place")
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        memory.requires_grad_(False)
+        memory.zero_()
+        return loss.detach(), grad
+
+    queued = [loss_and_gradient(*each) for _ in range(20) for each in zip(sources, labels, strict=True)]
+    for (loss, grad), source, of_source in zip(queued[-6:], sources, labels, strict=True):
+        leaf = source.double().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(leaf, of_source, reduction=reduction)
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        (right,) = torch.autograd.grad(expected.sum(), leaf)
+        torch.testing.assert_close(grad.double(), right, rtol=2**-7, atol=1e-9)

@@ -67,9 +67,9 @@ def one_launch(monkeypatch):
         stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
         count = torch.empty(1, dtype=torch.int32) if counted else None
         loss = kernels.label_rows.label_loss(shard, options)
-        kernels.rows.statistics(loss)(logits, beside, (stats,), 0, count)
+        kernels.rows.statistics(loss)(logits, beside, (stats,), 0)
+        kernels.outputs.outputs(loss)((stats,), beside, divisor, outputs, None, count)
         divisor = divisor if count is None else count
-        kernels.outputs.outputs(loss)((stats,), beside, divisor, outputs)
         kernels.outputs.gradient(loss)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
 
     monkeypatch.setattr(plan, "select", chosen)
