@@ -29,7 +29,7 @@ from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 Stats = tuple[Any, ...]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
-N_GRADS = len(GradOutputs._fields)  # the outputs after these have no gradient
+N_OUTPUTS, N_GRADS = len(TokenOutputs._fields), len(GradOutputs._fields)  # those after N_GRADS have no gradient
 
 _in_transform = torch._C._are_functorch_transforms_active
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
@@ -136,16 +136,15 @@ def fill_statistics(plan: Plan, logits: Tensor, stats: Tensor, *targets: Tensor 
 def fill_part(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
     """Fill a head's outputs of some rows: statistics, divisor and targets are before them."""
     n = len(plan.launchers.widths)
-    targets = plan.loss.Targets(*tensors[n + 1 : -len(TokenOutputs._fields)])
-    plan.launchers.outputs(tensors[:n], targets, tensors[n], TokenOutputs(*tensors[-len(TokenOutputs._fields) :]))
+    targets, outputs = plan.loss.Targets(*tensors[n + 1 : -N_OUTPUTS]), TokenOutputs(*tensors[-N_OUTPUTS:])
+    plan.launchers.outputs(tensors[:n], targets, tensors[n], outputs)
     return ()
 
 
 def one_pass(plan: Plan, logits: Tensor, divisor: Tensor | None, *others: Any) -> tuple[Any, ...]:
     """Fill the outputs, which are last; the gradient replaces the logits, which must be ``layout.overwritable``."""
     assert plan.launchers.one_pass is not None
-    n = len(TokenOutputs._fields)
-    targets, outputs = plan.loss.Targets(*others[:-n]), TokenOutputs(*others[-n:])
+    targets, outputs = plan.loss.Targets(*others[:-N_OUTPUTS]), TokenOutputs(*others[-N_OUTPUTS:])
     counted, is_reduced = plan.mean_over != "", plan.reduction != "none"
     plan.launchers.one_pass(
         logits, targets, divisor, outputs, counted=counted, is_reduced=is_reduced, options=plan.options

@@ -156,6 +156,23 @@ def finish(logits, labels, options, n_ranks, device):
     return of_rows.outputs_by_kernel(stats.to(device), labels.to(device), logits.shape[1], options)
 
 
+@pytest.mark.parametrize("rows", (3, 2500))
+def test_each_program_of_the_outputs_counts_all_labels(kernel_device, rows):
+    """Of 2500 rows there are 20, and each counts 1024 labels at a time."""
+    from vocab_parallel_ce import kernels
+
+    logits, labels = batch("peaked", rows=rows, vocab_size=9)
+    labels[1::3] = -100
+    stats = of_rows.stats_of_ranks(None, [logits], labels, [VocabShard(0, 9, 9)], PLAIN).to(kernel_device)
+    count = torch.full((1,), -1, dtype=torch.int32, device=kernel_device)
+    labels, outputs = labels.to(kernel_device), of_rows.empty_outputs(labels.to(kernel_device), PLAIN)
+    fill = kernels.outputs.outputs(kernels.label_rows.label_loss(VocabShard(0, 9, 9), PLAIN))
+    fill((stats,), of_rows.Labels(labels), None, outputs, None, count)
+    losses = torch.nn.functional.cross_entropy(logits.double(), labels.cpu(), reduction="none")
+    assert int(count) == int((labels != -100).sum())
+    torch.testing.assert_close(outputs.loss.cpu().double(), losses / int(count), rtol=1e-5, atol=1e-9)
+
+
 def test_more_rows_than_a_program_finishes(kernel_device):
     logits, labels = batch("peaked", rows=300, vocab_size=20)
     of_rows.assert_outputs(finish(logits, labels, ALL, 2, kernel_device), logits, labels, ALL)

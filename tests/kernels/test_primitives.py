@@ -122,8 +122,8 @@ def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
     assert torch.equal(seen, is_column.to(torch.int8))
 
 
-@pytest.mark.parametrize("n_rows", (0, 1, 511, 512, 513, 1100))
+@pytest.mark.parametrize("n_rows", (0, 1, 511, 512, 513, 1023, 1024, 1025, 2100))
 def test_count_of_labels(kernel_device, n_rows):
-    """1100 labels take three steps."""
+    """2100 labels take three steps."""
     labels = (torch.arange(n_rows) % 3).to(kernel_device)
     assert jit_functions.count_of(labels, 2) == int((labels != 2).sum())

@@ -48,6 +48,23 @@ def test_a_mode_by_name_is_no_more_than_the_default_and_a_scale(options):
     assert_within_budget(found[1], oracle.grad, peer.grad)
 
 
+@pytest.mark.parametrize("counted_rows", (4, 5))
+def test_more_rows_than_the_outputs_count_are_counted_by_pytorch(monkeypatch, counted_rows):
+    from vocab_parallel_ce.kernels import outputs
+
+    monkeypatch.setattr(outputs, "COUNTED_ROWS", counted_rows)
+    forget_plans()
+    logits, labels = batch("some_ignored", rows=5, vocab_size=520, dtype=torch.bfloat16)
+    labels[0] = -100
+    with patch.object(run, "divisor_of", side_effect=run.divisor_of) as divisor_of:
+        (loss, grad), _ = launches("in_backward", logits, labels, torch.ones(()))
+    forget_plans()
+    assert divisor_of.call_count == (counted_rows < 5)
+    oracle, peer = (of(logits, labels) for of in (cross_entropy_fp64, cross_entropy_same_dtype))
+    assert_within_budget(loss, oracle.loss, peer.loss)
+    assert_within_budget(grad, oracle.grad, peer.grad)
+
+
 @pytest.fixture
 def one_launch(monkeypatch):
     """What a GPU would select; returns (rows, is_reduced) of each ``one_pass``, which does what ``triton`` does."""

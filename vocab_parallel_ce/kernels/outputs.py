@@ -5,7 +5,8 @@
 A loss is an ``Algebra``; ``rows`` has its statistics.
 
 Outputs: one program does 128 rows. Of labels, with up to 1024 rows, one program does all and also writes the sum of the
-losses. It reads 4 K R bytes per row and writes 4 bytes per output (predictions 8). It does not read the logits.
+losses. Of a mean, each counts all labels. It reads 4 K R bytes per row and writes 4 bytes per output (predictions 8).
+It does not read the logits.
 
 Gradient: each program merges the R statistics of a row, and writes the gradient of all or some of its tiles, over the
 logits or elsewhere. Regime: bound by memory; it reads the shard once, of pairs what stands alongside too, and writes it
@@ -54,7 +55,7 @@ from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 LOSS_ROWS, SUMMED_ROWS = 128, 1024  # of a program of the outputs; of its only one
-COUNTED_ROWS = 32_768  # the most whose labels each of these programs counts: 64 MB from the L2 cache
+COUNTED_ROWS = 32_768  # the most whose labels each of these programs counts: of int64 64 MiB from the L2 cache
 PROGRAMS = 512  # that scale a stored gradient: fills a GPU, and starts and ends in 2 us
 
 
