@@ -5,6 +5,7 @@ Functions and modules share them. :func:`loss_options` makes of them what the ma
 
 from __future__ import annotations
 
+import functools
 import re
 from fractions import Fraction
 from functools import partial
@@ -70,6 +71,20 @@ class HeadSettings(NamedTuple):
     chunk_size: int | str = "auto"
     logits_dtype: torch.dtype | None = None
     keep_logits: str = "none"
+
+
+def known(settings: Settings | HeadSettings) -> object:
+    """Return what stands for the values and the types of settings: an object. 1, 1.0 and True are equal.
+
+    Raises TypeError if a value has no hash.
+    """
+    size = getattr(settings, "vocab_size", None)
+    return _known(*settings, *size) if isinstance(size, VocabShard) else _known(*settings)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _known(*values: Any) -> object:
+    return object()
 
 
 _HINTS = get_type_hints(Settings, include_extras=True)

@@ -6,7 +6,7 @@ The part that training repeats at every step, the :class:`Plan`, is made once an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import fewest_rows_of_one_pass, units_of
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
+from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
-from vocab_parallel_ce.options import Settings, shard_of_rank
+from vocab_parallel_ce.options import Settings, known, shard_of_rank
 from vocab_parallel_ce.program import Programs, directly
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
@@ -83,26 +84,8 @@ class PlanKey(NamedTuple):
     class_weight: bool = False  # whether there is one
 
 
-# Of calls over logits that were checked, by their keys. Calls of other shapes share what `_cached_plan` has made.
-_plans: dict[tuple[Any, ...], Plan] = {}
-MOST_PLANS = 1024
-
-
-def call_key(
-    loss: Loss, tensors: Iterable[Any], settings: Settings, position: tuple[int, int]
-) -> tuple[Any, ...] | None:
-    """Return what the checks of a call depend on, except its memory; None if there is another kind of tensor."""
-    kinds: list[Any] = []
-    for t in tensors:
-        if t is None:
-            kinds.append(None)
-        elif type(t) is Tensor or type(t) is torch.nn.Parameter:
-            kinds.append(
-                (t.dtype, t.shape, t.device, t.layout, t.requires_grad, t.is_contiguous(), t.is_inference(), t.is_neg())
-            )
-        else:
-            return None
-    return loss, settings, types_of(settings), position, torch.is_grad_enabled(), *kinds
+# Of calls over logits that were checked: a Plan each. Those of other shapes share what `_cached_plan` has made.
+_kinds = Kinds()
 
 
 def plan_call(
@@ -118,22 +101,22 @@ def plan_call(
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
     checks.check_no_transforms(logits, *targets, num_items)
-    position = group_position(group)
+    position, in_memory = group_position(group), None
     try:
-        key = call_key(loss, (logits, *targets), settings, position)
-        if key is not None and settings.gradient == "auto":
-            key = *key, may_overwrite(logits)
-        elif key is not None and settings.gradient == "in_forward":
-            key = *key, begins_at_a_boundary(logits), is_view_in_graph(logits)
-        plan = None if key is None else _plans.get(key)
+        if settings.gradient == "auto":
+            in_memory = may_overwrite(logits)
+        elif settings.gradient == "in_forward":
+            in_memory = begins_at_a_boundary(logits), is_view_in_graph(logits)
+        facts = loss, known(settings), position, torch.is_grad_enabled(), in_memory
+        kind = _kinds.find(facts, (logits, *targets))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
-        key = plan = None
+        kind = None
+    plan = None if kind is None else kind.made
     if plan is None:
         plan = checked_plan(loss, logits, targets, settings, position)
-        if key is not None:
-            if all(t is None or (t.is_contiguous() and not t.is_neg()) for t in (logits, *targets)):
-                plan = plan_of_one_kind(plan)
-            remember(_plans, key, plan)
+        if kind is not None:
+            is_flat = all(t is None or (t.is_contiguous() and not t.is_neg()) for t in (logits, *targets))
+            kind.made = plan = plan_of_one_kind(plan) if is_flat else plan
     check_not_overwritten(logits)
     if plan.gradient in IN_PLACE:  # of each call: hooks come and go
         check_no_hooks(plan.gradient, logits)
@@ -153,13 +136,6 @@ def plan_call(
 def plan_of_one_kind(plan: Plan) -> Plan:
     """Return the plan for calls whose tensors are as the caller's are here, except in values and memory."""
     return plan if plan.can_launch is None else plan._replace(run=Programs(plan.can_launch).run)
-
-
-def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
-    """Store the plan of a kind of call; forget all others at MOST_PLANS."""
-    if len(plans) >= MOST_PLANS:
-        plans.clear()
-    plans[key] = plan
 
 
 def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Plan:
@@ -198,20 +174,14 @@ def plan_of(loss: Loss, logits: Tensor, targets: Any, settings: Settings, rank: 
 def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
     try:
-        return _cached_plan(types_of(settings), loss, settings, key)
+        return _cached_plan(known(settings), loss, settings, key)
     except TypeError:  # refused, or cannot be hashed: make_plan says so by name
         pass
     return make_plan(loss, settings, PlanKey(*key))
 
 
-def types_of(settings: Settings) -> tuple[type, ...]:
-    """Return the types of the fields, for a cache: 1, 1.0 and True are equal."""
-    size = settings.vocab_size
-    return tuple(map(type, (*settings, *(size if isinstance(size, VocabShard) else ()))))
-
-
 @functools.lru_cache(maxsize=1024)
-def _cached_plan(types: tuple[type, ...], loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
+def _cached_plan(known: object, loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     return make_plan(loss, settings, PlanKey(*key))
 
 

@@ -23,19 +23,18 @@ from vocab_parallel_ce.head.chunks import (
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
 from vocab_parallel_ce.head.settings import COUNT, check_expects, check_head_settings, gradient_of, rounded_dtypes
+from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import HeadSettings, Settings, shard_of_rank
+from vocab_parallel_ce.options import HeadSettings, Settings, known, shard_of_rank
 from vocab_parallel_ce.plan import (
     Call,
     Plan,
     PlanKey,
     cached_plan,
-    call_key,
     checked_divisor,
     comparable,
     has_weights,
     plan_of_one_kind,
-    remember,
 )
 from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.summed import check_summed_once
@@ -96,8 +95,8 @@ class LinearCall(NamedTuple):
         return self.chunks[-1].stop if self.chunks else 0
 
 
-# Of checked calls, by their keys.
-_plans: dict[Any, HeadPlan] = {}
+# Of checked calls: a HeadPlan each.
+_kinds = Kinds()
 
 
 def plan_linear_call(
@@ -167,17 +166,16 @@ def cached_head_plan(
     """Return the plan of a call, which is checked and made once."""
     try:
         tensors, targets, group, _, main_grad, expected, objective = arguments
-        key = call_key(loss, (*tensors, *targets, main_grad, expected), settings, position)
-        if key is not None:
-            key = *key, head, *map(type, head), group is None, objective is None, autocast_dtype(tensors.hidden)
-        planned = None if key is None else _plans.get(key)
+        state = torch.is_grad_enabled(), autocast_dtype(tensors.hidden), group is None, objective is None
+        facts = loss, known(settings), known(head), position, state
+        kind = _kinds.find(facts, (*tensors, *targets, main_grad, expected))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
-        key = planned = None
+        kind = None
+    planned = None if kind is None else kind.made
     if planned is None:
         planned = checked_head_plan(loss, arguments, settings, head, position)
-        if key is not None:
-            planned = planned._replace(plan=plan_of_one_kind(planned.plan))
-            remember(_plans, key, planned)
+        if kind is not None:
+            kind.made = planned = planned._replace(plan=plan_of_one_kind(planned.plan))
     return planned
 
 

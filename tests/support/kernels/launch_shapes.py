@@ -54,5 +54,5 @@ def _forget_shapes() -> None:
 def forget_plans() -> None:
     """Let the next call make its plan again."""
     plan._cached_plan.cache_clear()
-    plan._plans.clear()
-    head_plan._plans.clear()
+    plan._kinds.forget()
+    head_plan._kinds.forget()

@@ -1,0 +1,95 @@
+"""Kinds of calls: all that checks and launches depend on, except the values and the memory of tensors.
+
+Two calls are of one kind if they have equal facts, and each tensor of one has the type, dtype, sizes, strides, device,
+layout, ``requires_grad``, inference mode and negative bit of the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import compress, repeat
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_KINDS = 1024  # that are known at a time
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def _guards() -> Callable[..., Any] | None:
+    """Return PyTorch's guard, which compares tensors in one call in C, if it refuses all that it must.
+
+    It is private: without it kinds are found by a key of tuples.
+    """
+    try:
+        guards: Callable[..., Any] = torch._C._dynamo.guards.TensorGuards
+        with torch.inference_mode(False), torch.no_grad():
+            usual = torch.zeros(2, 2, device="cpu")
+            others = [
+                *(usual.double(), usual[:1], usual.unsqueeze(0), usual.t(), usual[:1].expand(2, 2), usual.to("meta")),
+                *(torch.nn.Parameter(usual, requires_grad=False), usual.as_subclass(_Subclass), usual.to_sparse()),
+                *(usual.clone().requires_grad_(), torch._neg_view(usual)),
+            ]
+            with torch.inference_mode():
+                others.append(usual.clone())
+            fits = guards(usual, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+            return guards if fits(usual.clone()) and not any(map(fits, others)) else None
+    except Exception:  # whatever a private function raises that is not there, or has changed
+        return None
+
+
+_GUARDS = _guards()
+
+
+class Kind:
+    """A kind of call, and what was made for it. One object for all its calls."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.made: Any = None
+        self.fits: Callable[..., bool] = lambda *tensors: False
+        if _GUARDS is not None:
+            self.fits = _GUARDS(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+
+
+class Kinds:
+    """The kinds of calls that came."""
+
+    def __init__(self, most: int = MOST_KINDS) -> None:
+        self.most = most
+        self.by_key: dict[Hashable, Kind] = {}
+        self.last: dict[Hashable, Kind] = {}  # by the facts, and which tensors are given
+
+    def find(self, facts: Hashable, tensors: Sequence[Any]) -> Kind | None:
+        """Return the kind of a call of ``facts`` with ``tensors`` and None; None if one is of another type.
+
+        Raises what a thing that is no tensor, or facts without a hash, raise.
+        """
+        is_given = tuple(map(is_not, tensors, repeat(None)))
+        given = tuple(compress(tensors, is_given))
+        kind = self.last.get((facts, is_given))
+        if kind is not None and kind.fits(*given):  # never if a tensor is given twice
+            return kind
+        key = facts, is_given, *[
+            (type(t), t.dtype, t.shape, t.stride(), t.device, t.requires_grad, t.is_inference(), t.is_neg())
+            for t in given
+        ]
+        kind = self.by_key.get(key)
+        if kind is None:
+            if not all([type(t) in PLAIN for t in given]):
+                return None
+            if len(self.by_key) >= self.most:
+                self.forget()
+            kind = self.by_key[key] = Kind(given)
+        self.last[facts, is_given] = kind
+        return kind
+
+    def forget(self) -> None:
+        """Forget all kinds."""
+        self.by_key.clear()
+        self.last.clear()
