@@ -106,11 +106,11 @@ def check_no_trace() -> None:
         )
 
 
-def check_no_double_backward(name: str = "cross-entropy") -> None:
-    """Raise RuntimeError if autograd records backward."""
+def check_no_double_backward(refusal: str = "cross-entropy:") -> None:
+    """Raise RuntimeError if autograd records backward, with the subject of ``refusal``, another error."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name}: expected backward without create_graph, got one with it, though its gradient cannot be "
+            f"{refusal.partition(':')[0]}: expected backward without create_graph, got one with it, though its gradient cannot be "
             "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
         )
 

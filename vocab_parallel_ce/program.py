@@ -15,30 +15,40 @@ those that it gets. One that returns or launches over other tensors, or changes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import VECTOR_BYTES
 
 Tensors = tuple[Any, ...]  # and None
 MOST_PROGRAMS = 256  # of a kind of call
 
-Take = Callable[[list[Any]], tuple[Any, ...]]
-Run = Callable[[list[Any], list[Any]], object]  # of addresses, and of the tensors that have them
+
+class Step(NamedTuple):
+    """A recorded call of ``function``: of tensors, or a launch in C over their addresses."""
+
+    function: Callable[..., object]
+    grid: int = 0  # of a launch
+    current_stream: Callable[[int], int] | None = None  # None: it is no launch
+    start: tuple[Any, ...] = ()  # between the stream and the addresses
+    others: tuple[Any, ...] = ()  # after them
+    has_sequence: bool = False  # addresses and others are one argument
+    kernel: Any = None  # from Triton 3.8 on, one that nobody holds is unloaded from the GPU
 
 
 @dataclasses.dataclass
 class Record:
     """What a function did while it was recorded."""
 
-    # (device, take) -> how to do it again for what ``take`` takes of a list, None if it cannot be; the tensors.
-    steps: list[tuple[Callable[[int, Take], Run] | None, Tensors]] = dataclasses.field(default_factory=list)
+    steps: list[tuple[Step | None, Tensors]] = dataclasses.field(default_factory=list)  # None: it cannot be repeated
     made: list[Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -71,35 +81,14 @@ def step(function: Callable[..., object], *tensors: Tensor | None) -> None:
     """Call ``function``, which writes to some of ``tensors``, with operators of PyTorch."""
     function(*tensors)
     if recording.record is not None:
-        recording.record.steps.append((lambda _, take: lambda addresses, own: function(*take(own)), tensors))
+        recording.record.steps.append((Step(function), tensors))
 
 
 class Program(NamedTuple):
     """What a function launches in calls of one kind."""
 
     device: int
-    allocate: Callable[..., Tensor]  # on this device
-    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shapes, strides and dtypes
-    steps: tuple[Run, ...]  # of a call's tensors, None, and what is made
-    results: tuple[int, ...]  # which of these tensors
-
-    def run(self, tensors: Tensors) -> Tensors | None:
-        """Return what the function returns, or None if it has to take its own way."""
-        own: list[Any] = [*tensors, None]
-        addresses = [None if t is None else t.data_ptr() for t in own]
-        all_bits = 0
-        for address in addresses:
-            if address:
-                all_bits |= address
-        if all_bits % VECTOR_BYTES:
-            return None
-        for layout in self.made:
-            made = self.allocate(*layout)
-            own.append(made)
-            addresses.append(made.data_ptr())
-        for run in self.steps:
-            run(addresses, own)
-        return tuple([own[index] for index in self.results])
+    run: Callable[..., Tensors | None]  # of the function's tensors: what it returns, or None if it takes its own way
 
 
 def program_of(record: Record, tensors: Tensors, results: Tensors) -> Program | None:
@@ -115,26 +104,61 @@ def program_of(record: Record, tensors: Tensors, results: Tensors) -> Program | 
         return None  # two begin at one address: which of them a step takes is not known
     if any([id(t) not in written and not t.is_inference() and t._version for t in record.made]):
         return None  # an operator that is no step has written to it
-    first: Any = own[0]
-    device, steps = first.get_device(), []
-    for bind, of_step in record.steps:
+    steps = []
+    for step, of_step in record.steps:
         taken = [indices.get(None if t is None else t.data_ptr()) for t in of_step]
-        if bind is None or None in taken:
+        if step is None or None in taken:
             return None
         used.update(taken)  # type: ignore[arg-type]
-        steps.append(bind(device, _taker(taken)))  # type: ignore[arg-type]
+        steps.append((step, taken))
     returned = [next((i for i, each in enumerate(own) if each is result), -1) for result in results]
     if not steps or not all([index in used or 0 <= index < len(tensors) for index in returned]):
         return None
-    made = tuple([(tuple(t.shape), t.stride(), t.dtype) for t in record.made])
-    return Program(device, _allocator(first.device), made, tuple(steps), tuple(returned))
+    return _written(tensors, record.made, steps, returned)  # type: ignore[arg-type]
 
 
-def _taker(indices: list[int]) -> Take:
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    (index,) = indices  # an itemgetter of one returns no tuple
-    return lambda own: (own[index],)
+def _written(
+    tensors: Tensors, made: Sequence[Tensor], steps: Sequence[tuple[Step, list[int]]], returned: Sequence[int]
+) -> Program:
+    """Return the program of these steps as a function in Python that is written here.
+
+    Indices are of the tensors, None, and what is made. Of two tensors, and one that is made, it reads::
+
+        def run(t0, t1):
+            a0 = t0.data_ptr()
+            a1 = t1.data_ptr()
+            if (a0 | a1) % 16: return None
+            t3 = allocate(*layout3)
+            a3 = t3.data_ptr()
+            function0(grid0, 1, 1, current_stream0(device), *start0, a0, a1, 0, a3, *others0)
+            return (t3, )
+    """
+    first: Any = tensors[0]
+    names: dict[str, Any] = {"allocate": _allocator(first.device), "device": first.get_device()}
+    nothing, launched = len(tensors), {i for step, taken in steps if step.current_stream for i in taken}
+    given = [i for i, t in enumerate(tensors) if t is not None and i in launched]
+    lines = [f"def run({', '.join([f't{i}' for i in range(nothing)])}):"]
+    lines += [f"a{i} = t{i}.data_ptr()" for i in given]
+    lines += [f"if ({' | '.join([f'a{i}' for i in given] or '0')}) % {VECTOR_BYTES}: return None"]
+    for i, t in enumerate(made, nothing + 1):
+        names[f"layout{i}"] = tuple(t.shape), t.stride(), t.dtype
+        lines += [f"t{i} = allocate(*layout{i})", f"a{i} = t{i}.data_ptr()"]
+    for n, (step, taken) in enumerate(steps):
+        names |= {f"{field}{n}": value for field, value in step._asdict().items()}
+        if step.current_stream is None:
+            lines.append(f"function{n}({', '.join(['None' if i == nothing else f't{i}' for i in taken])})")
+            continue
+        addresses = ", ".join(["0" if i == nothing else f"a{i}" for i in taken])  # kernels take none for None
+        arguments = f"({addresses}, *others{n})" if step.has_sequence else f"{addresses}, *others{n}"
+        lines.append(f"function{n}(grid{n}, 1, 1, current_stream{n}(device), *start{n}, {arguments})")
+    lines.append(f"return ({''.join(['None, ' if i == nothing else f't{i}, ' for i in returned])})")
+    exec(_compiled("\n    ".join(lines)), names)
+    return Program(names["device"], names["run"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<program>", "exec")
 
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:
@@ -174,6 +198,7 @@ class Programs:
 
     def __init__(self, can_launch: Callable[[int], bool]) -> None:
         self.can_launch = can_launch  # whether launches to a device are now the recorded ones
+        self.forms = Kinds(MOST_PROGRAMS)
         # By what a function's calls may differ in. None: it does more than launch.
         self.programs: dict[Any, Program | None] = {}
         self.called: set[Any] = set()  # keys that have come
@@ -182,10 +207,16 @@ class Programs:
         """Return ``function(*others, *tensors)``.
 
         The kind of the call and ``key`` say which function it is and all that its launches depend on, except memory.
+        With the key None, the function and the form of the tensors say it.
         """
+        if key is None and (key := self.forms.find((function, tensors[0].shape), tensors)) is None:
+            return function(*others, *tensors)
         program = self.programs.get(key)
-        results = None if program is None or not self.can_launch(program.device) else program.run(tensors)
-        return self._own_way(key, function, tensors, others) if results is None else results
+        if program is not None and self.can_launch(program.device):
+            results = program.run(*tensors)
+            if results is not None:
+                return results
+        return self._own_way(key, function, tensors, others)
 
     def _own_way(
         self, key: Any, function: Callable[..., Tensors], tensors: Tensors, others: tuple[Any, ...]

@@ -187,8 +187,7 @@ def _gradient(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
 
 def launched(plan: Plan, function: Callable[..., tuple[Any, ...]], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``function(plan, *tensors)``, where the kind of call does not say in which form the tensors are."""
-    forms = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors]
-    return plan.run((function, *forms), function, tensors, plan)
+    return plan.run(None, function, tensors, plan)
 
 
 def forward(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -271,12 +270,15 @@ def run_backward(
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals)
-    checks.check_no_double_backward(refusals.second.partition(":")[0])
+    checks.check_no_double_backward(refusals.second)
     # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
     used = [grad for grad in grads if grad is not None]
     if _in_transform() or any(map(_is_batch, used)):
         raise RuntimeError(checks.IN_TRANSFORM)
-    grads = tuple([None if grad is None else grad.resolve_neg() for grad in grads])  # kernels read their memory
+    if any(map(Tensor.is_neg, used)):  # kernels read their memory
+        grads = tuple([None if grad is None else grad.resolve_neg() for grad in grads])
+    if len(used) > len({*map(id, used)}):  # one of two outputs: a kind is found faster if it is not given twice
+        grads = tuple([None if grad is None else grad.detach() for grad in grads])
     if not used:
         return None
     if ctx.handed_on:
@@ -357,8 +359,8 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         assert grads.loss is not None
         launched(plan, element_mul, (grad, per_row(grads.loss, grad)))
     else:
-        n = 2 + len(plan.launchers.widths)
-        fill_gradient(plan, source, saved[1:n], saved[n:], with_loss(grads, grad), grad)
+        new = None if source is grad else grad
+        launched(plan, _gradient, (source, *saved[1:], *with_loss(grads, grad), new))
     if ctx.handed_on:
         mark_written(ctx, kept, grad, version)
     return grad

@@ -1,7 +1,7 @@
 """Programs: a call that launches again what an earlier call launched has the bits of a call that works it out."""
 
+import gc
 from contextlib import nullcontext, suppress
-from operator import itemgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +24,8 @@ from vocab_parallel_ce import (
 pytest.importorskip("triton")
 from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import Launch, Variant
-from vocab_parallel_ce.program import MOST_PROGRAMS, Program, Programs, Record, program_of, recorded, recording
+from vocab_parallel_ce import program
+from vocab_parallel_ce.program import MOST_PROGRAMS, Programs, Record, Step, program_of, recorded, recording
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS, COLUMNS = 3, 2048
@@ -82,19 +83,25 @@ class Watched:
         self.answers, self.kernels = [], set()
 
     def __enter__(self):
-        run, launch = Program.run, Launch.__call__
+        launch, make = Launch.__call__, program.program_of
 
-        def watched_run(program, tensors):
-            results = run(program, tensors)
-            self.answers.append(results is not None)
-            return results
+        def watched(made):
+            def run(*tensors):
+                results = made.run(*tensors)
+                self.answers.append(results is not None)
+                return results
+
+            return None if made is None else made._replace(run=run)
+
+        for known in [each for each in gc.get_objects() if type(each) is Programs]:
+            known.programs.update({key: watched(made) for key, made in known.programs.items()})
 
         def watched_launch(made, *arguments):
             self.kernels.add(made.kernel.fn.__name__)
             return launch(made, *arguments)
 
         self.patches = (
-            patch.object(Program, "run", watched_run),
+            patch.object(program, "program_of", lambda *arguments: watched(make(*arguments))),
             patch.object(Launch, "__call__", watched_launch),
         )
         for each in self.patches:
@@ -273,17 +280,16 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
     launch.variants[-1, torch.float32, None] = variant
     with recorded() as record:
         launch(3, (tensor, None), (7,))
-    ((bind, tensors),) = record.steps
-    assert tensors == (tensor, None)
-    bind(-1, itemgetter(1, 0))([None, tensor.data_ptr()], None)
-    own, bound = passed
-    assert own[:5] == bound[:5] == (3, 1, 1, -1, "start")
-    of_kernel = [tensor.data_ptr(), None, 1.5, 7, 2]
+    made = program_of(record, (None, tensor), (tensor, None))
+    assert made.run(None, tensor) == (tensor, None)
+    own, repeated = passed
+    assert own[:5] == repeated[:5] == (3, 1, 1, -1, "start")
+    of_kernel = [tensor.data_ptr(), 0, 1.5, 7, 2]
     assert [[*(args[5] if has_sequence else args[5:])] for args in passed] == [of_kernel, of_kernel]
 
 
 def a_record(*tensors, made=()):
-    return Record([(lambda device, take: lambda addresses, own: None, tensors)], list(made))
+    return Record([(Step(lambda *arguments: None, 1, abs), tensors)], list(made))
 
 
 @pytest.mark.reference
@@ -316,14 +322,14 @@ def test_what_a_program_leaves_to_its_function(monkeypatch):
         calls.append(b)
         return b, None
 
-    own.programs["key"] = program = program_of(a_record(a, b), (a, b), (b, None))
+    own.programs["key"] = made = program_of(a_record(a, b), (a, b), (b, None))
     assert own.run("key", function, (a, b)) == (b, None) and calls == []
     assert own.run("key", function, (a, b[1:]))[0].shape == (7,) and len(calls) == 1
     monkeypatch.setattr(launching, "current_device", lambda: 1)
     for device, n_calls in ((1, 1), (0, 2)):
-        own.programs["key"] = program._replace(device=device)
+        own.programs["key"] = made._replace(device=device)
         assert own.run("key", function, (a, b)) == (b, None) and len(calls) == n_calls
-    own.programs["key"] = program
+    own.programs["key"] = made
     monkeypatch.setattr(launching.knobs.runtime, "launch_enter_hook", print)
     assert own.run("key", function, (a, b)) == (b, None) and len(calls) == 3
 

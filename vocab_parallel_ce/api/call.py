@@ -226,7 +226,9 @@ def run_logits(
 
         return losses(loss, logits, targets, settings, group, num_items)
     call, targets = plan_call(loss, logits, targets, settings, group, num_items)
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if not torch.is_grad_enabled():
+        return TokenOutputs(*forward(call, walkable(logits), targets)[0])
+    if logits.requires_grad:
         return TokenOutputs(*OverLogits.apply(logits, targets, call))
     with torch.no_grad():
         return TokenOutputs(*forward(call, walkable(logits), targets)[0])

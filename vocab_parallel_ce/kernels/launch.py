@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from triton.runtime import driver
 from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
-from vocab_parallel_ce.program import Run, Take, recording
+from vocab_parallel_ce.program import Step, recording
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 
@@ -83,24 +84,20 @@ class Launch:
         if device >= 0 and device != current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
-        all_bits = 0
-        for address in addresses:
-            if address:
-                all_bits |= address
-        special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed()
+        special = functools.reduce(or_, addresses) % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed()
         variant, others = None if special else self.variants.get(key), self.values + sizes + self.tail
         if variant is not None:
-            variant.bound(n_programs, others, device, tuple)(addresses, [])
+            variant.run(n_programs, device, addresses, others)
         else:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
                 self.variants[key] = variant = Variant.of(compiled)
         if recording.record is not None:
-            bind = None if variant is None else functools.partial(variant.bound, n_programs, others)
-            recording.record.steps.append((bind, tensors))
+            step = None if variant is None else variant.step(n_programs, others)
+            recording.record.steps.append((step, tensors))
 
 
 class Variant(NamedTuple):
@@ -110,17 +107,17 @@ class Variant(NamedTuple):
     start: tuple[Any, ...]
     has_sequence: bool  # the kernel's arguments are one argument
     current_stream: Callable[[int], int]
-    compiled: Any  # from Triton 3.8 on, a kernel that nobody holds is unloaded from the GPU
+    compiled: Any
 
-    def bound(self, grid: int, others: tuple[Any, ...], device: int, take: Take) -> Run:
-        """Return a function of a call's addresses that launches on the current stream of ``device``.
+    def run(self, grid: int, device: int, addresses: list[int], others: tuple[Any, ...]) -> None:
+        """Launch on the current stream of ``device``: the kernel's arguments are addresses, then ``others``."""
+        start = grid, 1, 1, self.current_stream(device), *self.start
+        arguments = *addresses, *others
+        self.launch(*start, arguments) if self.has_sequence else self.launch(*start, *arguments)
 
-        ``take`` returns the kernel's addresses of them, in order; ``others`` are its other arguments.
-        """
-        launch, start, has_sequence, current_stream, _ = self
-        if has_sequence:
-            return lambda a, _: launch(grid, 1, 1, current_stream(device), *start, take(a) + others)
-        return lambda a, _: launch(grid, 1, 1, current_stream(device), *start, *take(a), *others)
+    def step(self, grid: int, others: tuple[Any, ...]) -> Step:
+        """Return :meth:`run` as a step of a program."""
+        return Step(self.launch, grid, self.current_stream, self.start, others, self.has_sequence, self.compiled)
 
     @classmethod
     def of(cls, compiled: Any) -> Variant:

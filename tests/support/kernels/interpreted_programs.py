@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,23 +12,23 @@ import torch
 
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.layout import VECTOR_BYTES
-from vocab_parallel_ce.program import recording
+from vocab_parallel_ce.program import Step, recording
 
 
-def bound(launch: Launch, n_programs: int, sizes: Any, dtypes: tuple[Any, ...], _: int, take: Any) -> Any:
-    """What stands for ``Variant.bound``: an interpreted kernel that gets addresses."""
+def step_of(launch: Launch, n_programs: int, sizes: Any, dtypes: tuple[Any, ...]) -> Step:
+    """What stands for ``Variant.step``: an interpreted kernel that gets addresses."""
 
-    def run(addresses: list[Any], _: object) -> None:
-        tensors = [_at(*each) for each in zip(take(addresses), dtypes, strict=True)]
+    def run(*arguments: int) -> None:
+        tensors = [_at(*each) for each in zip(arguments[4:], dtypes, strict=True)]
         launch.kernel[(n_programs,)](*tensors, *launch.values, *sizes, **launch.constants, **launch.compiler)
 
-    return run
+    return Step(run, n_programs, abs)
 
 
-def _at(address: int | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+def _at(address: int, dtype: torch.dtype | None) -> torch.Tensor | None:
     """Return a tensor of one element in memory that somebody else has; a kernel goes on from there."""
-    assert (address is None) == (dtype is None)
-    if address is None or dtype is None:
+    if dtype is None:
+        assert address == 0
         return None
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
@@ -46,7 +45,7 @@ def interpreted_programs() -> Iterator[None]:
         if record is None or not n_programs or any(tensor.data_ptr() % VECTOR_BYTES for tensor in given):
             return
         dtypes = tuple([None if t is None else t.dtype for t in tensors])
-        record.steps[-1] = partial(bound, self, n_programs, sizes, dtypes), tensors
+        record.steps[-1] = step_of(self, n_programs, sizes, dtypes), tensors
 
     with patch.object(Launch, "__call__", recorded):
         yield
