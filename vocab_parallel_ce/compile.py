@@ -248,7 +248,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
     if call.head is None:
         tokens = Tokens(like, "logits", call.shape)
         checks.check_logits(like)
-        check(targets, tokens, call.settings)
+        check(targets, tokens)
         call.loss.check(targets, tokens, call.settings)
     plan = call.fake_plan()
     outputs = run.new_outputs(plan, call.shape, like)

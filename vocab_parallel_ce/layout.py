@@ -144,10 +144,12 @@ def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
     return grad_output if grad_output.dim() == 1 else grad_output.reshape(-1)
 
 
-def flat(values: Tensor) -> Tensor:
-    """Return ``[N]`` contiguous values of rows: a view if they are contiguous already."""
+def flat(values: Tensor, n_axes: int = 1) -> Tensor:
+    """Return ``[N]`` contiguous values of rows, or ``[N, k]`` with 2 axes: a view if they are contiguous already."""
     values = values.resolve_neg()
-    return values if values.dim() == 1 and values.is_contiguous() else values.reshape(-1).contiguous()
+    if values.dim() == n_axes and values.is_contiguous():
+        return values
+    return values.flatten(0, values.dim() - n_axes).contiguous()
 
 
 def _merged_levels(logits: Tensor) -> list[tuple[int, int]]:

@@ -142,7 +142,7 @@ def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, p
     """Check the arguments of a loss over logits, except their memory, and return the plan."""
     checks.check_logits(logits)
     tokens = Tokens(logits, "logits", logits.shape[:-1])
-    check(targets, tokens, settings)
+    check(targets, tokens)
     loss.check(targets, tokens, settings)
     plan = plan_of(loss, logits, targets, settings, *position)
     return plan._replace(is_prepared=are_prepared(targets, settings))

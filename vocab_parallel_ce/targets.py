@@ -1,16 +1,15 @@
-"""Targets: the tensors that stand alongside logits. A role says which axes a tensor has; the rest follows.
+"""Targets: the tensors that stand alongside logits. A role says what a tensor holds; the rest follows.
 
-A loss declares its targets as a NamedTuple whose fields are ``Annotated`` with a role: :class:`RowIds`,
-:class:`RowNumbers`, :class:`Columns`, or :class:`Grid`; of another head, :class:`HeadStates` or :class:`HeadRows`. From
-it follow what is checked, what launchers take, how the rows of a head are ordered and cut into chunks, what
-``torch.compile`` is told, and what ranks compare.
+A loss declares its targets as a NamedTuple whose fields are ``Annotated`` with a :class:`Role`. From these follow what
+is checked, what launchers take, how the rows of a head are ordered and cut into chunks, what ``torch.compile`` is told,
+and what ranks compare.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -49,180 +48,20 @@ class Head(NamedTuple):
     bias: Tensor | None = None  #: [C]
 
 
-class Role:
-    """Which axes a target has: rows, columns, or both. ``name`` is the caller's, if the field has another."""
+class Role(NamedTuple):
+    """What a target holds, and one for each of what: the facts by which the functions below treat it.
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        """Raise unless a target of the caller's fits the tokens and the settings.
-
-        By its shape, dtype, device and layout alone: it is not asked again for another call that is alike.
-        """
-        raise NotImplementedError
-
-    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        """Raise unless the memory of a target can be read where it lies, in backward too."""
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        """Return the checked target as launchers take it: flat rows, this rank's columns."""
-        raise NotImplementedError
-
-    def is_prepared(self, target: Tensor, settings: Settings) -> bool:
-        """Return whether :meth:`prepare` returns the target itself, in all calls of its shape and layout.
-
-        Never that of a target whose memory is checked.
-        """
-        return False
-
-    def in_order(self, target: Tensor, order: Any, settings: Settings) -> Tensor:
-        """Return a prepared target in the order of a head's rows, a ``TokenOrder``."""
-        return target
-
-    def at(self, target: Tensor, rows: slice) -> Tensor:
-        """Return what some rows need of a prepared target."""
-        return target
-
-
-class RowIds(Role):
-    """``[...]``, an id of each row."""
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_labels(target, tokens.tensor, tokens.subject)
-        if target.shape != tokens.shape:
-            remedy = f"; {checks.NOT_ONE_HOT}" if target.dim() == len(tokens.shape) + 1 else ""
-            is_of_logits = tokens.subject != "hidden" and target.dim() > 1
-            if is_of_logits and target.shape == tokens.tensor.shape[:1] + tokens.tensor.shape[2:]:
-                remedy = f"; the vocabulary is the last dimension: pass {tokens.subject}.movedim(1, -1)"
-            elif 0 < target.numel() == math.prod(tokens.shape) and 1 in (target.dim(), len(tokens.shape)):
-                remedy = f"; if they are in the order of the tokens, pass {name}.reshape({[*tokens.shape]})"
-            expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
-            if tokens.shape != tokens.tensor.shape[:-1]:  # sequence parallelism
-                expected = f"that of all ranks' tokens, {tuple(tokens.shape)}"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        if checks.looks_at(target, settings.check_labels):
-            checks.check_label_range(target, plan.shard.vocab_size, settings.ignore_index)
-        return savable(flat(target))
-
-    def is_prepared(self, target: Tensor, settings: Settings) -> bool:
-        can_be_saved = target.is_contiguous() and not target.is_inference() and not target.is_neg()
-        return target.dim() == 1 and can_be_saved and not checks.may_look_at(target, settings.check_labels)
-
-    def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
-        return order.to_rows(target.long(), int(settings.ignore_index))
-
-    def at(self, target: Tensor, rows: slice) -> Tensor:
-        return cut(target, rows)
-
-
-class RowNumbers(Role):
-    """``[...]``, a floating-point number of each row, or one of all. Rows that no token has get ``fill``."""
-
-    def __init__(self, fill: float) -> None:
-        super().__init__()
-        self.fill = fill
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_floating(name, target, tokens.tensor, tokens.subject)
-        if target.numel() != 1 and target.shape != tokens.shape:
-            expected = f"1 element, or the shape of the labels, {tuple(tokens.shape)}"
-            raise ValueError(f"{name}: expected {expected}, got shape {tuple(target.shape)}")
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        values = flat(target.detach().to(compute_dtype(tokens.tensor.dtype)))
-        if values.numel() == 1:
-            values = values.expand(torch.Size(tokens.shape).numel()).contiguous()
-        return constant(values, tokens.tensor)
-
-    def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
-        return order.to_rows(target, self.fill)
-
-    def at(self, target: Tensor, rows: slice) -> Tensor:
-        return cut(target, rows)
-
-
-class Columns(Role):
-    """``[V]``, a floating-point number of each column, or ``[C]`` of this rank's."""
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_floating(name, target, tokens.tensor, tokens.subject)
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        """Return ``[n]`` of the valid columns, of the arithmetic's dtype, at a boundary of 16 bytes."""
-        shard: VocabShard = plan.shard
-        shape, start, (whole, width) = tuple(target.shape), 0, (shard.vocab_size, shard.n_columns)
-        if shape == (whole,):
-            start = shard.start
-        elif shape != (width,):
-            expected = f"({whole},)" if whole == width else f"({whole},), or ({width},) for this rank's columns"
-            raise ValueError(f"{name}: expected shape {expected}, got {shape}")
-        dtype = compute_dtype(tokens.tensor.dtype)
-        columns = target.detach()[start : start + shard.n_valid].to(dtype).contiguous().resolve_neg()
-        return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, tokens.tensor)
-
-
-class Grid(Role):
-    """``[..., C]``, a number of each row and column, which is read where it lies.
-
-    ``same_columns``: of exactly the columns of the logits, or of the same except padding.
+    ``kind`` is ``"ids"``, integers; ``"numbers"`` of any floating-point dtype, which become that of the arithmetic;
+    ``"logits"``, or probabilities, read in their own dtype; or ``"head"``, a tensor of another head. ``axes`` are in
+    the order of the shape. Rows are put in the order of a head's, tokens stay in their own.
     """
 
-    def __init__(self, name: str, *, same_columns: bool) -> None:
-        super().__init__(name)
-        self.same_columns = same_columns
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        logits, subject = tokens.tensor, tokens.subject
-        checks.check_tensor(name, target)
-        checks.check_dense(name, target, checks.LOGITS_DTYPES)
-        if self.same_columns and target.shape != logits.shape:
-            expected, got = f"that of {subject}, {tuple(logits.shape)}", tuple(target.shape)
-            raise ValueError(f"{name}: shape of probabilities must be {expected}, got {got}; ids are int64 or int32")
-        check_leading(name, target, tokens)
-        checks.check_device(name, target, logits, subject)
-
-    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        check_alongside(name, target, tokens, settings)
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        check_columns(target.shape[-1], settings, plan, subject=f"{name}: last dimension")
-        return walkable(with_a_column(target.detach(), dim=-1))
-
-    def at(self, target: Tensor, rows: slice) -> Tensor:
-        return cut(target, rows)
-
-
-class HeadRows(Role):
-    """``[C, ...]``, the weight or the bias of another head."""
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_tensor(name, target)
-        checks.check_parameter(name, target)
-        checks.check_device(name, target, tokens.tensor, tokens.subject)
-
-    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        check_not_overwritten(target, name)
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        check_columns(target.shape[0], settings, plan, subject=f"{name}: rows")
-        return with_a_column(target.detach().resolve_neg(), dim=0)
-
-
-class HeadStates(HeadRows):
-    """``[..., D]``, hidden states of another head, in the order of the tokens."""
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        super().check(name, target, tokens, settings)
-        check_leading(name, target, tokens)
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        return target.detach().resolve_neg().reshape(-1, target.shape[-1])
-
-
-# What follows from the roles of a record. None stands for a target that was not passed.
+    kind: Literal["ids", "numbers", "logits", "head"]
+    axes: tuple[Literal["rows", "tokens", "columns", "features", "k"], ...]
+    name: str = ""  # the caller's, if the field has another
+    fill: float | None = None  # stands for no id, and in rows that no token has; None: ignore_index
+    checks_memory: bool = False  # whether each call checks that its memory can be read where it lies
+    same_columns: bool = False  # whether it has all columns of the logits; else padding may differ
 
 
 # Of a kind of targets: of each field its name, the caller's name, its role, and whether it may be None.
@@ -239,102 +78,91 @@ def register(kind: Any) -> None:
 
 
 def present(targets: Any) -> Iterator[tuple[str, Tensor, Role]]:
-    """Yield the caller's name, the tensor and the role of each target that was passed."""
+    """Yield the caller's name, the tensor and the role of each target that was passed; the others are None."""
     for (_, name, role, _), target in zip(ROLES[type(targets)], targets, strict=True):
         if target is not None:
             yield name, target, role
 
 
-def check(targets: Any, tokens: Tokens, settings: Settings) -> None:
-    """Raise unless the caller's targets fit the tokens and the settings, and require no gradient."""
+# Checks.
+
+
+def check(targets: Any, tokens: Tokens) -> None:
+    """Raise unless the caller's targets fit the tokens, and require no gradient.
+
+    By dtypes, devices, shapes and layouts alone: it is not asked again for another call that is alike.
+    """
     for (_, name, role, is_optional), target in zip(ROLES[type(targets)], targets, strict=True):
         if target is not None or not is_optional:
-            role.check(name, target, tokens, settings)
+            check_target(name, target, role, tokens)
             if target.requires_grad:
                 checks.check_requires_no_gradient(name, target)
 
 
-def check_memory(targets: Any, tokens: Tokens, settings: Settings) -> None:
-    """Raise unless the memory of checked targets can be read where it lies."""
-    for name, target, role in present(targets):
-        role.check_memory(name, target, tokens, settings)
+def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
+    """Raise unless a target of the caller's fits the tokens."""
+    if role.kind == "ids":
+        checks.check_labels(target, tokens.tensor, tokens.subject, name)
+    elif role.kind == "numbers":
+        checks.check_floating(name, target, tokens.tensor, tokens.subject)
+    else:
+        checks.check_tensor(name, target)
+        if role.kind == "head":
+            checks.check_parameter(name, target)
+        else:
+            checks.check_dense(name, target, checks.LOGITS_DTYPES)
+        checks.check_device(name, target, tokens.tensor, tokens.subject)
+    check_shape(name, target, role, tokens)
 
 
-def are_prepared(targets: Any, settings: Settings) -> bool:
-    """Return whether :func:`prepare` returns the caller's targets themselves."""
-    return all(role.is_prepared(target, settings) for _, target, role in present(targets))
-
-
-def prepare(targets: Record, tokens: Tokens, settings: Settings, plan: Any) -> Record:
-    """Return checked targets as launchers take them."""
-    zipped = zip(ROLES[type(targets)], targets, strict=True)
-    values = [t if t is None else role.prepare(name, t, tokens, settings, plan) for (_, name, role, _), t in zipped]
-    return type(targets)(*values)
-
-
-def in_order(targets: Record, order: Any, settings: Settings) -> Record:
-    """Return prepared targets in the order of a head's rows, a ``TokenOrder``."""
-    zipped = zip(ROLES[type(targets)], targets, strict=True)
-    return type(targets)(*[t if t is None else role.in_order(t, order, settings) for (_, _, role, _), t in zipped])
-
-
-def at(targets: Record, rows: slice) -> Record:
-    """Return the targets of some rows of a head."""
-    zipped = zip(ROLES[type(targets)], targets, strict=True)
-    return type(targets)(*[t if t is None else role.at(t, rows) for (_, _, role, _), t in zipped])
-
-
-def at_columns(targets: Record, columns: slice) -> Record:
-    """Return the targets of some columns of this rank, as launchers take them."""
-    cut = {}
-    for field, _, role, _ in ROLES[type(targets)]:
-        target = getattr(targets, field)
-        if target is not None and isinstance(role, Columns | Grid):
-            cut[field] = target[..., columns]
-    return targets._replace(**cut)
-
-
-def with_padding(
-    targets: Record, settings: Settings, rank: int, n_ranks: int, subject: str = LOGITS
-) -> tuple[Record, Settings]:
-    """Replace an empty shard by one padded column: return its targets and settings.
-
-    So a rank without columns takes part in the collectives.
-    """
-    for field, _, role, _ in ROLES[type(targets)]:
-        target = getattr(targets, field)
-        if isinstance(target, Tensor) and isinstance(role, Columns | Grid):
-            targets = targets._replace(**{field: with_a_column(target, dim=-1)})
-    size = shard_of_rank(settings, 0, rank, n_ranks, subject=subject).vocab_size
-    return targets, settings._replace(vocab_size=VocabShard(size, size + 1, size))
-
-
-def with_a_column(tensor: Tensor, dim: int) -> Tensor:
-    """Return ``tensor``, with zeros where its dimension ``dim`` is empty."""
-    if tensor.dim() == 0 or tensor.shape[dim]:
-        return tensor
-    # Not new_zeros: whether the caller's tensor requires a gradient is checked later.
-    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim % tensor.dim()) + (0, 1))
-
-
-# Checks.
-
-
-def check_leading(name: str, target: Tensor, tokens: Tokens) -> None:
-    """Check that all but the last dimension of a target are those of the tokens."""
-    if target.shape[:-1] != tokens.shape:
+def check_shape(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
+    """Raise unless a target has the shape of the tokens before its columns; those depend on the shard."""
+    shape, of_tokens = tuple(target.shape), tuple(tokens.shape)
+    if role.kind == "ids" and role.axes == ("rows",):
+        check_shape_of_labels(name, target, tokens)
+    elif role.axes == ("rows",):
+        if shape != of_tokens and target.numel() != 1:
+            raise ValueError(f"{name}: expected 1 element, or the shape of the labels, {of_tokens}, got shape {shape}")
+    elif role.axes == ("rows", "k"):
+        if shape[:-1] != of_tokens or not shape or shape[-1] == 0:
+            expected = f"[{', '.join(map(str, (*of_tokens, 'k')))}] with at least one id per token"
+            remedy = f"; for one id pass {name}.unsqueeze(-1)" if shape == of_tokens else ""
+            raise ValueError(f"{name}: shape must be {expected}, got {shape}{remedy}")
+    elif role.same_columns and target.shape != tokens.tensor.shape:
+        expected = f"that of {tokens.subject}, {tuple(tokens.tensor.shape)}"
+        raise ValueError(f"{name}: shape of probabilities must be {expected}, got {shape}; ids are int64 or int32")
+    elif role.axes[0] != "columns" and shape[:-1] != of_tokens:
         expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
-        raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
+        raise ValueError(f"{name}: shape must be {expected}, got {shape}")
 
 
-def check_alongside(name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-    """Check the memory of a tensor that is read alongside each logit, in backward too, and is never written."""
-    check_not_overwritten(target, name)
-    if not (torch.is_grad_enabled() and tokens.tensor.requires_grad):
+def check_shape_of_labels(name: str, target: Tensor, tokens: Tokens) -> None:
+    """Raise unless there is a label of each token; say how to make labels of some other shapes fit."""
+    if target.shape == tokens.shape:
         return
-    check_can_be_saved(name, target)
-    if settings.gradient in ("in_backward", "in_forward") and shares_storage(tokens.tensor, target):
-        raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
+    remedy = f"; {checks.NOT_ONE_HOT}" if target.dim() == len(tokens.shape) + 1 else ""
+    is_of_logits = tokens.subject != "hidden" and target.dim() > 1
+    if is_of_logits and target.shape == tokens.tensor.shape[:1] + tokens.tensor.shape[2:]:
+        remedy = f"; the vocabulary is the last dimension: pass {tokens.subject}.movedim(1, -1)"
+    elif 0 < target.numel() == math.prod(tokens.shape) and 1 in (target.dim(), len(tokens.shape)):
+        remedy = f"; if they are in the order of the tokens, pass {name}.reshape({[*tokens.shape]})"
+    expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
+    if tokens.shape != tokens.tensor.shape[:-1]:  # sequence parallelism
+        expected = f"that of all ranks' tokens, {tuple(tokens.shape)}"
+    raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
+
+
+def check_memory(targets: Any, tokens: Tokens, settings: Settings) -> None:
+    """Raise unless the memory of checked targets can be read where it lies, in backward too; it is never written."""
+    is_saved = torch.is_grad_enabled() and tokens.tensor.requires_grad
+    for name, target, role in present(targets):
+        if not role.checks_memory:
+            continue
+        check_not_overwritten(target, name)
+        if is_saved and role.kind != "head":  # a head's is checked where backward reads it
+            check_can_be_saved(name, target)
+            if settings.gradient in ("in_backward", "in_forward") and shares_storage(tokens.tensor, target):
+                raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
 
 
 def check_can_be_saved(name: str, tensor: Tensor) -> None:
@@ -360,6 +188,123 @@ def check_columns(n_columns: int, settings: Settings, plan: Any, *, subject: str
     if other.n_valid != shard.n_valid or (other.n_valid and other.start != shard.start):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, other)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
+
+
+# What launchers take.
+
+
+def are_prepared(targets: Any, settings: Settings) -> bool:
+    """Return whether :func:`prepare` returns the caller's targets themselves, in all calls of their kind.
+
+    Never if memory is checked: of all targets only ids need nothing.
+    """
+    return all(role.kind == "ids" and _is_ready(ids, len(role.axes), settings) for _, ids, role in present(targets))
+
+
+def _is_ready(ids: Tensor, n_axes: int, settings: Settings) -> bool:
+    can_be_saved = ids.is_contiguous() and not ids.is_inference() and not ids.is_neg()
+    return ids.dim() == n_axes and can_be_saved and not checks.may_look_at(ids, settings.check_labels)
+
+
+def prepare(targets: Record, tokens: Tokens, settings: Settings, plan: Any) -> Record:
+    """Return checked targets as launchers take them: flat rows, this rank's columns."""
+    zipped = zip(ROLES[type(targets)], targets, strict=True)
+    values = [t if t is None else prepared(name, t, role, tokens, settings, plan) for (_, name, role, _), t in zipped]
+    return type(targets)(*values)
+
+
+def prepared(name: str, target: Tensor, role: Role, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+    """Return a checked target as launchers take it."""
+    if role.kind == "ids":
+        if checks.looks_at(target, settings.check_labels):
+            size, is_callers = plan.shard.vocab_size, role.fill is None
+            checks.check_label_range(target, size, fill_of(role, settings), name=name, names_ignored=is_callers)
+        return savable(flat(target, len(role.axes)))
+    if role.kind == "numbers" and "columns" in role.axes:
+        return _columns(name, target, tokens, plan.shard)
+    if role.kind == "numbers":
+        values = flat(target.detach().to(compute_dtype(tokens.tensor.dtype)), len(role.axes))
+        if values.shape == (1,):  # one of all rows
+            values = values.expand(math.prod(tokens.shape)).contiguous()
+        return constant(values, tokens.tensor)
+    if role.kind == "logits":
+        check_columns(target.shape[-1], settings, plan, subject=f"{name}: last dimension")
+        return walkable(with_a_column(target.detach(), dim=-1))
+    target = target.detach().resolve_neg()
+    if "tokens" in role.axes:
+        return target.reshape(-1, target.shape[-1])
+    check_columns(target.shape[0], settings, plan, subject=f"{name}: rows")
+    return with_a_column(target, dim=0)
+
+
+def _columns(name: str, target: Tensor, tokens: Tokens, shard: VocabShard) -> Tensor:
+    """Return ``[n]`` of the valid columns, of the arithmetic's dtype, at a boundary of 16 bytes.
+
+    Of numbers ``[V]`` of all columns, or ``[C]`` of this rank's.
+    """
+    shape, start, (whole, width) = tuple(target.shape), 0, (shard.vocab_size, shard.n_columns)
+    if shape == (whole,):
+        start = shard.start
+    elif shape != (width,):
+        expected = f"({whole},)" if whole == width else f"({whole},), or ({width},) for this rank's columns"
+        raise ValueError(f"{name}: expected shape {expected}, got {shape}")
+    dtype = compute_dtype(tokens.tensor.dtype)
+    columns = target.detach()[start : start + shard.n_valid].to(dtype).contiguous().resolve_neg()
+    return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, tokens.tensor)
+
+
+def fill_of(role: Role, settings: Settings) -> Any:
+    """Return what stands for no id, and for rows that no token has."""
+    return int(settings.ignore_index) if role.fill is None else role.fill
+
+
+def in_order(targets: Record, order: Any, settings: Settings) -> Record:
+    """Return prepared targets in the order of a head's rows, a ``TokenOrder``."""
+    ordered = {}
+    for field, target, role in _along("rows", targets):
+        values = target.long() if role.kind == "ids" else target  # a fill may not fit in the caller's dtype
+        ordered[field] = order.to_rows(values, fill_of(role, settings))
+    return targets._replace(**ordered)
+
+
+def at(targets: Record, rows: slice) -> Record:
+    """Return the targets of some rows of a head."""
+    zipped = zip(ROLES[type(targets)], targets, strict=True)
+    values = [t if t is None or "rows" not in role.axes else cut(t, rows) for (_, _, role, _), t in zipped]
+    return type(targets)(*values)
+
+
+def at_columns(targets: Record, columns: slice) -> Record:
+    """Return the targets of some columns of this rank, as launchers take them."""
+    return targets._replace(**{field: target[..., columns] for field, target, _ in _along("columns", targets)})
+
+
+def with_padding(
+    targets: Record, settings: Settings, rank: int, n_ranks: int, subject: str = LOGITS
+) -> tuple[Record, Settings]:
+    """Replace an empty shard by one padded column: return its targets and settings.
+
+    So a rank without columns takes part in the collectives.
+    """
+    padded = {field: with_a_column(target, dim=-1) for field, target, _ in _along("columns", targets)}
+    size = shard_of_rank(settings, 0, rank, n_ranks, subject=subject).vocab_size
+    return targets._replace(**padded), settings._replace(vocab_size=VocabShard(size, size + 1, size))
+
+
+def _along(axis: str, targets: Any) -> Iterator[tuple[str, Tensor, Role]]:
+    """Yield the field, the tensor and the role of each target with ``axis``, except those of another head."""
+    for field, _, role, _ in ROLES[type(targets)]:
+        target = getattr(targets, field)
+        if isinstance(target, Tensor) and axis in role.axes and role.kind != "head":
+            yield field, target, role
+
+
+def with_a_column(tensor: Tensor, dim: int) -> Tensor:
+    """Return ``tensor``, with zeros where its dimension ``dim`` is empty."""
+    if tensor.dim() == 0 or tensor.shape[dim]:
+        return tensor
+    # Not new_zeros: whether the caller's tensor requires a gradient is checked later.
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim % tensor.dim()) + (0, 1))
 
 
 def at_rows(options: LossOptions, temperature: Tensor | None, threshold: Tensor | None = None) -> LossOptions:

@@ -22,7 +22,7 @@ from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import ROLES, Columns, Grid, HeadStates, RowIds, RowNumbers, present
+from vocab_parallel_ce.targets import ROLES, present
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
@@ -169,7 +169,7 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     if call is None:
         return
     name, first = next(iter(tensors.items()))
-    others = (each for each, _, role in present(targets) if isinstance(role, Grid | HeadStates))
+    others = (each for each, _, role in present(targets) if role.kind == "logits" or "tokens" in role.axes)
     facts: dict[str, Any] = {
         "call": " and ".join([f"a loss over {name}", *others]),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
@@ -182,12 +182,12 @@ def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, optio
     ids: dict[str, Tensor] = {}
     states = {"hidden": first} if name == "hidden" and not options["sequence_parallel"] else {}
     for each, target, role in present(targets):
-        if isinstance(role, RowIds):
+        if role.kind == "ids":
             ids[each] = target
             facts |= {f"{each}.dtype": target.dtype, f"{each}.shape": tuple(target.shape)}
-        elif isinstance(role, RowNumbers):
+        elif role.kind == "numbers" and "rows" in role.axes:
             facts[each] = target
-        elif isinstance(role, HeadStates):
+        elif "tokens" in role.axes:
             states[each] = target
             facts[f"{each}.shape"] = tuple(target.shape)
     for each, tensor in tensors.items():
@@ -227,7 +227,7 @@ def _unsharded(targets: Any, shard: VocabShard) -> dict[str, str]:
     return {
         name: shown(target.float() + 0.0)
         for name, target, role in present(targets)
-        if isinstance(role, Columns) and len(target) == shard.vocab_size and shard.n_valid
+        if role.kind == "numbers" and "columns" in role.axes and len(target) == shard.vocab_size and shard.n_valid
     }
 
 

@@ -22,8 +22,7 @@ from tests.support.cases.linear import (
 from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import EVERY
 from tests.support.cases.weights import weights
-from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.targets import RowIds, Tokens
+from vocab_parallel_ce.targets import Role, Tokens, check_target
 
 MOMENTS = ("mean", "mean, in_backward", "none")
 AT_ANY_MOMENT = pytest.mark.parametrize("way", [WAYS[name] for name in MOMENTS], ids=MOMENTS)
@@ -246,4 +245,4 @@ def test_a_selective_checkpoint_may_save_products_that_return_new_memory():
 def test_labels_of_a_part_of_the_tokens_under_sequence_parallelism():
     tokens = Tokens(torch.zeros(2, 4), "hidden", (4,))  # two ranks have two each
     with pytest.raises(ValueError, match=r"^labels: shape must be that of all ranks' tokens, \(4,\), got \(2,\)"):
-        RowIds().check("labels", torch.zeros(2, dtype=torch.int64), tokens, Settings())
+        check_target("labels", torch.zeros(2, dtype=torch.int64), Role("ids", ("rows",)), tokens)

@@ -33,7 +33,7 @@ from vocab_parallel_ce.layout import INTEGERS, compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import INF, NEG_INF, LossOptions
-from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows
+from vocab_parallel_ce.targets import Role, Tokens, at_rows, check_target, prepared
 
 N_BITS = 3  # that a step finds
 LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no sign
@@ -103,10 +103,10 @@ def sampling_threshold(
     share = 1.0 if top_p >= NEARLY_1 else float(top_p)
     number, row_temperature = 1.0, None
     if isinstance(temperature, Tensor):
-        tokens, role, settings = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
-        role.check("temperature", temperature, tokens, settings)
+        tokens, role = Tokens(logits, "logits", logits.shape[:-1]), Role("numbers", ("rows",))
+        check_target("temperature", temperature, role, tokens)
         checks.check_requires_no_gradient("temperature", temperature)
-        row_temperature = role.prepare("temperature", temperature, tokens, settings, None)
+        row_temperature = prepared("temperature", temperature, role, tokens, Settings(), None)
     else:
         number = temperature
     settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)

@@ -66,7 +66,7 @@ def targets_of(
             )
         checks.check_tensor(subject, student)
         targets, tokens = TopK(ids, log_probs, labels), Tokens(student, subject, student.shape[:-1])
-        check(targets, tokens, settings)
+        check(targets, tokens)
         TOP_K.check(targets, tokens, settings)
         TOP_K.options(settings, None, class_weight=False)
         ids = check_values(teacher, labels, settings.ignore_index)

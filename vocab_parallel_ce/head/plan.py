@@ -40,7 +40,6 @@ from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.summed import check_summed_once
 from vocab_parallel_ce.targets import (
     Head,
-    HeadStates,
     Tokens,
     are_prepared,
     check,
@@ -187,7 +186,7 @@ def checked_head_plan(
     checks.check_hidden(hidden)
     checks.check_has_values(hidden)
     tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, position[1], head))
-    check(targets, tokens, settings)
+    check(targets, tokens)
     loss.check(targets, tokens, settings)
     autocast = autocast_dtype(hidden)
     dtype = autocast or hidden.dtype
@@ -259,7 +258,7 @@ def _bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
     weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
     """
     weight = arguments.head.weight
-    heads = (target for _, target, role in present(arguments.targets) if isinstance(role, HeadStates))
+    heads = (target for _, target, role in present(arguments.targets) if "tokens" in role.axes)
     logit_bytes = element_size + sum(states.dtype.itemsize for states in heads)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return logit_bytes, 0

@@ -28,7 +28,7 @@ from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import kernels_of, plan_call
 from vocab_parallel_ce.selection import select
-from vocab_parallel_ce.targets import RowNumbers, Tokens
+from vocab_parallel_ce.targets import Role, Tokens, check_target
 
 
 @public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
@@ -169,7 +169,7 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
     """
     checks.check_logits(_input)
     tokens = Tokens(_input, "_input", _input.shape[:-1])
-    RowNumbers(fill=1.0).check("grad_output", _row_targets(grad_output, _input), tokens, Settings())
+    check_target("grad_output", _row_targets(grad_output, _input), Role("numbers", ("rows",)), tokens)
     checks.check_no_transforms(_input, grad_output)
     if _input.is_neg() or row_layout(_input) is None or not rows_are_disjoint(_input):
         raise ValueError(

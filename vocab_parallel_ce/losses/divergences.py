@@ -52,7 +52,7 @@ from vocab_parallel_ce.spec import (
     _raised_by,
     is_ignored,
 )
-from vocab_parallel_ce.targets import Grid, HeadRows, HeadStates, RowIds, Tokens
+from vocab_parallel_ce.targets import Role, Tokens
 
 DIVERGENCES = ("forward", "reverse", "js")
 
@@ -60,18 +60,19 @@ DIVERGENCES = ("forward", "reverse", "js")
 class Teacher(NamedTuple):
     """The targets of a student's logits."""
 
-    logits: Annotated[Tensor, Grid("teacher", same_columns=False)]
-    labels: Annotated[Tensor | None, RowIds()] = None
+    logits: Annotated[Tensor, Role("logits", ("rows", "columns"), "teacher", checks_memory=True)]
+    labels: Annotated[Tensor | None, Role("ids", ("rows",))] = None
 
 
 class TeacherHead(NamedTuple):
     """The targets of a student's head: another head, whose logits are made when needed."""
 
-    hidden: Annotated[Tensor, HeadStates("teacher.hidden")]  # [..., D']
-    weight: Annotated[Tensor, HeadRows("teacher.weight")]  # [C', D']
-    bias: Annotated[Tensor | None, HeadRows("teacher.bias")] = None  # [C']
-    labels: Annotated[Tensor | None, RowIds()] = None
-    token_of_row: Annotated[Tensor | None, RowIds()] = None  # [M], one past the end for none; None: rows are tokens
+    hidden: Annotated[Tensor, Role("head", ("tokens", "features"), "teacher.hidden", checks_memory=True)]
+    weight: Annotated[Tensor, Role("head", ("columns", "features"), "teacher.weight", checks_memory=True)]
+    bias: Annotated[Tensor | None, Role("head", ("columns",), "teacher.bias", checks_memory=True)] = None
+    labels: Annotated[Tensor | None, Role("ids", ("rows",))] = None
+    # [M], one past the end for none; None: rows are tokens.
+    token_of_row: Annotated[Tensor | None, Role("ids", ("rows",))] = None
 
 
 class DivergenceOptions(NamedTuple):

@@ -28,14 +28,14 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, reference, spec
-from vocab_parallel_ce.layout import compute_dtype, savable
+from vocab_parallel_ce import reference, spec
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, TokenOutputs, _finite_or_zero
-from vocab_parallel_ce.targets import RowIds, RowNumbers, Tokens, at_rows
+from vocab_parallel_ce.targets import Role, at_rows
 
 # What stands for a column that this rank does not own.
 ELSEWHERE = -1
@@ -43,43 +43,11 @@ OUTSIDE = -2  # of the vocabulary
 IGNORED = -(2**62)
 
 
-class RowColumns(RowIds):
-    """``[..., k]``, ids of each row. ``ignored`` is what stands for no id, if it is not ``ignore_index``."""
-
-    def __init__(self, name: str, ignored: int | None = None) -> None:
-        super().__init__(name)
-        self.ignored = ignored
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_labels(target, tokens.tensor, tokens.subject, name)
-        if target.shape[:-1] != tokens.shape or target.shape[-1] == 0:
-            expected = f"[{', '.join(map(str, (*tokens.shape, 'k')))}] with at least one id per token"
-            remedy = f"; for one id pass {name}.unsqueeze(-1)" if target.shape == tokens.shape else ""
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}{remedy}")
-
-    def is_prepared(self, target: Tensor, settings: Settings) -> bool:
-        can_be_saved = target.is_contiguous() and not target.is_inference()
-        return target.dim() == 2 and can_be_saved and not checks.may_look_at(target, settings.check_labels)
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        if checks.looks_at(target, settings.check_labels):
-            is_callers, size = self.ignored is None, plan.shard.vocab_size
-            checks.check_label_range(target, size, self.fill(settings), name=name, names_ignored=is_callers)
-        return savable(target.reshape(-1, target.shape[-1]).contiguous())
-
-    def in_order(self, target: Tensor, order: Any, settings: Settings) -> Any:
-        return order.to_rows(target.long(), self.fill(settings))
-
-    def fill(self, settings: Settings) -> int:
-        """Return what stands for no id."""
-        return int(settings.ignore_index) if self.ignored is None else self.ignored
-
-
 class Ids(NamedTuple):
     """The targets: k ids of each row."""
 
-    ids: Annotated[Tensor, RowColumns("labels")]
-    temperature: Annotated[Tensor | None, RowNumbers(fill=1.0)] = None  # None: that of the options
+    ids: Annotated[Tensor, Role("ids", ("rows", "k"), "labels")]
+    temperature: Annotated[Tensor | None, Role("numbers", ("rows",), fill=1.0)] = None  # None: that of the options
 
 
 class IdsOptions(NamedTuple):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from vocab_parallel_ce import reference, spec
 from vocab_parallel_ce.losses.base import Launchers, Loss
-from vocab_parallel_ce.losses.given_ids import RowColumns
 from vocab_parallel_ce.losses.labels import LABELS, outputs_gradient
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, RowStats
-from vocab_parallel_ce.targets import RowIds, RowNumbers, at_rows
+from vocab_parallel_ce.targets import Role, at_rows
 
 NO_ID = -1  # fills the set of a row that has fewer
 
@@ -27,9 +26,9 @@ NO_ID = -1  # fills the set of a row that has fewer
 class Kept(NamedTuple):
     """The targets: a label and a kept set of each row."""
 
-    labels: Annotated[Tensor, RowIds()]
-    kept: Annotated[Tensor, RowColumns("kept", ignored=NO_ID)]
-    temperature: Annotated[Tensor | None, RowNumbers(fill=1.0)] = None  # None: that of the options
+    labels: Annotated[Tensor, Role("ids", ("rows",))]
+    kept: Annotated[Tensor, Role("ids", ("rows", "k"), fill=NO_ID)]
+    temperature: Annotated[Tensor | None, Role("numbers", ("rows",), fill=1.0)] = None  # None: that of the options
 
 
 class KeptLoss(Loss):

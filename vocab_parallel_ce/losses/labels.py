@@ -29,16 +29,16 @@ from vocab_parallel_ce.spec import (
     sum_exp,
     transformed,
 )
-from vocab_parallel_ce.targets import Columns, RowIds, RowNumbers, at_rows
+from vocab_parallel_ce.targets import Role, at_rows
 
 
 class Labels(NamedTuple):
     """The targets: a label of each row."""
 
-    labels: Annotated[Tensor, RowIds()]
-    class_weight: Annotated[Tensor | None, Columns()] = None
-    temperature: Annotated[Tensor | None, RowNumbers(fill=1.0)] = None  # None: that of the options
-    threshold: Annotated[Tensor | None, RowNumbers(fill=NEG_INF)] = None  # smaller logits are excluded
+    labels: Annotated[Tensor, Role("ids", ("rows",))]
+    class_weight: Annotated[Tensor | None, Role("numbers", ("columns",))] = None
+    temperature: Annotated[Tensor | None, Role("numbers", ("rows",), fill=1.0)] = None  # None: that of the options
+    threshold: Annotated[Tensor | None, Role("numbers", ("rows",), fill=NEG_INF)] = None  # smaller logits are excluded
 
 
 class LabelLoss(Loss):

@@ -23,7 +23,7 @@ from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, _finite_or_zero, _raised_by, transformed
-from vocab_parallel_ce.targets import Columns, Grid
+from vocab_parallel_ce.targets import Role
 
 # The settings that it has terms for; any other must have its default.
 OF_SOFT_LABELS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "reduction", "gradient", "impl", "vocab_size")
@@ -32,8 +32,8 @@ OF_SOFT_LABELS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "reduct
 class SoftLabels(NamedTuple):
     """The targets: a probability of each row and column."""
 
-    probs: Annotated[Tensor, Grid("labels", same_columns=True)]
-    class_weight: Annotated[Tensor | None, Columns()] = None
+    probs: Annotated[Tensor, Role("logits", ("rows", "columns"), "labels", checks_memory=True, same_columns=True)]
+    class_weight: Annotated[Tensor | None, Role("numbers", ("columns",))] = None
 
 
 class TargetStats(NamedTuple):

@@ -11,50 +11,27 @@ eps. A hard label is one more given id. An id of log-probability -inf is left ou
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
-from vocab_parallel_ce.layout import compute_dtype, constant
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios
-from vocab_parallel_ce.losses.given_ids import IGNORED, GivenIdsLoss, RowColumns
+from vocab_parallel_ce.losses.given_ids import IGNORED, GivenIdsLoss
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.spec import NAN, NEG_INF, LossOptions, is_ignored
-from vocab_parallel_ce.targets import RowIds, RowNumbers, Tokens, check_alongside
+from vocab_parallel_ce.targets import Role, Tokens
 
 # Of the probabilities of a row. Log-probabilities of bf16 come to less than 1.03; probabilities in their place to k.
 MOST_MASS = 1.125
 
 
-class RowLogProbs(RowNumbers):
-    """``[..., k]``, a teacher's log-probabilities of each row."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(fill=NEG_INF)
-        self.name = name
-
-    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        checks.check_floating(name, target, tokens.tensor, tokens.subject)
-        if target.dim() == 0 or target.shape[:-1] != tokens.shape or target.shape[-1] == 0:
-            expected = f"{tuple(tokens.shape)} and k"
-            raise ValueError(f"{name}: shape must be {expected}, got {tuple(target.shape)}")
-
-    def check_memory(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
-        check_alongside(name, target, tokens, settings)
-
-    def prepare(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
-        rows = target.detach().reshape(-1, target.shape[-1]).to(compute_dtype(tokens.tensor.dtype))
-        return constant(rows.contiguous(), tokens.tensor)
-
-
 class TopK(NamedTuple):
     """The targets: ids of a teacher's k tokens, and its log-probabilities there."""
 
-    ids: Annotated[Tensor, RowColumns("teacher.ids", ignored=IGNORED)]
-    log_probs: Annotated[Tensor, RowLogProbs("teacher.log_probs")]
-    labels: Annotated[Tensor | None, RowIds()] = None
+    ids: Annotated[Tensor, Role("ids", ("rows", "k"), "teacher.ids", fill=IGNORED)]
+    log_probs: Annotated[Tensor, Role("numbers", ("rows", "k"), "teacher.log_probs", fill=NEG_INF, checks_memory=True)]
+    labels: Annotated[Tensor | None, Role("ids", ("rows",))] = None
 
 
 class TopKOptions(NamedTuple):

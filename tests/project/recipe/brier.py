@@ -19,13 +19,13 @@ from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, LossOptions, _finite_or_zero, _outside, is_ignored, transformed
-from vocab_parallel_ce.targets import RowIds
+from vocab_parallel_ce.targets import Role
 
 
 class Answers(NamedTuple):
     """The targets: a label of each row."""
 
-    labels: Annotated[Tensor, RowIds()]
+    labels: Annotated[Tensor, Role("ids", ("rows",))]
 
 
 class BrierStats(NamedTuple):
