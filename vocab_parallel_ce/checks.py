@@ -115,20 +115,33 @@ def check_no_double_backward(refusal: str = "cross-entropy:") -> None:
         )
 
 
-def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = (), remedy: str = "") -> None:
-    """Raise unless the tensor is dense and of one of ``dtypes``; of any floating-point one without them."""
+def expect(
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...] | None = (),
+    remedy: str = "",
+    *,
+    on: Tensor | None = None,
+    subject: str = "logits",
+) -> None:
+    """Raise unless it is a plain, dense tensor of one of ``dtypes``: ``()`` is any floating-point one, None is any.
+
+    ``on`` is a tensor whose device it must have, the caller's ``subject``. ``remedy`` is for another dtype.
+    """
+    if type(tensor) is not Tensor:
+        check_tensor(name, tensor)
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its to_dense()")
-    if not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
+    if dtypes is not None and not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "floating point"
         raise TypeError(f"{name}: dtype must be {names}, got {tensor.dtype}{remedy}")
+    if on is not None and tensor.device != on.device:
+        raise ValueError(f"{name}: device must be that of {subject}, {on.device}, got {tensor.device}")
 
 
 def check_logits(logits: Tensor) -> None:
     """Raise unless they are a plain, dense tensor ``[..., C]`` of a supported dtype, with rows and columns."""
-    if type(logits) is not Tensor:
-        check_tensor("logits", logits)
-    check_dense("logits", logits, LOGITS_DTYPES)
+    expect("logits", logits, LOGITS_DTYPES)
     shape = logits.shape
     if len(shape) < 2:
         raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}; pass a single row as [1, C]")
@@ -138,20 +151,15 @@ def check_logits(logits: Tensor) -> None:
 
 def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits", name: str = "labels") -> None:
     """Raise unless they are integer ids on the device of ``tokens``, which is ``subject``."""
-    if type(labels) is not Tensor:
-        check_tensor(name, labels)
-    if labels.dtype not in LABEL_DTYPES or labels.layout is not torch.strided:
-        remedy = f"pass ids as {name}.long()"
-        if labels.is_floating_point():
-            remedy = "pass integer ids; only vocab_parallel_cross_entropy takes probabilities as labels"
-        check_dense(name, labels, LABEL_DTYPES, f"; {remedy}")
-    check_device(name, labels, tokens, subject)
+    remedy = f"; pass ids as {name}.long()"
+    if isinstance(labels, Tensor) and labels.dtype.is_floating_point:
+        remedy = "; pass integer ids; only vocab_parallel_cross_entropy takes probabilities as labels"
+    expect(name, labels, LABEL_DTYPES, remedy, on=tokens, subject=subject)
 
 
 def check_hidden(hidden: Tensor) -> None:
     """Raise unless it is a plain, dense tensor ``[..., D]`` of a supported dtype, with rows."""
-    check_tensor("hidden", hidden)
-    check_dense("hidden", hidden, HEAD_DTYPES)
+    expect("hidden", hidden, HEAD_DTYPES)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
         expected = "shape [..., D] with rows and features"
         raise ValueError(f"hidden: expected {expected}, got {_shape(hidden)}; pass a single token as [1, D]")
@@ -178,8 +186,7 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
         if dtype is not None and tensor.dtype != dtype:
             remedy = "cast one, or call under torch.autocast"
             raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
+        expect(name, tensor, on=hidden, subject="hidden")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         remedy = "; pass its t()" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
         raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}{remedy}")
@@ -200,12 +207,11 @@ def check_parameter(name: str, tensor: object) -> None:
             "not see as they are; dequantise or merge it, or compute its logits and pass them to "
             "vocab_parallel_cross_entropy"
         )
-    check_dense(name, tensor, HEAD_DTYPES, "; a quantised head must be dequantised first")
+    expect(name, tensor, HEAD_DTYPES, "; a quantised head must be dequantised first")
 
 
 def check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
-    check_tensor("main_grad", main_grad)
-    check_dense("main_grad", main_grad, (torch.float32,))
+    expect("main_grad", main_grad, (torch.float32,))
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
         expected = f"{_shape(weight)} on {weight.device}"
         raise ValueError(f"main_grad: expected shape {expected}, got {_shape(main_grad)} on {main_grad.device}")
@@ -299,19 +305,6 @@ def check_requires_no_gradient(name: str, tensor: Tensor) -> None:
     """Raise if a tensor that gets no gradient requires one."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
-
-
-def check_floating(name: str, tensor: Tensor, tokens: Tensor, subject: str = "logits") -> None:
-    """Raise unless it is a dense floating-point tensor on the device of ``tokens``."""
-    if type(tensor) is not Tensor:
-        check_tensor(name, tensor)
-    check_dense(name, tensor)
-    check_device(name, tensor, tokens, subject)
-
-
-def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> None:
-    if tensor.device != tokens.device:
-        raise ValueError(f"{name}: device must be that of {subject}, {tokens.device}, got {tensor.device}")
 
 
 def check_label_range(

@@ -64,6 +64,9 @@ class Role(NamedTuple):
     same_columns: bool = False  # whether it has all columns of the logits; else padding may differ
 
 
+# Of each kind but ids, as `checks.expect` takes them; `check_parameter` knows those of a head.
+DTYPES = {"numbers": (), "logits": checks.LOGITS_DTYPES, "head": None}
+
 # Of a kind of targets: of each field its name, the caller's name, its role, and whether it may be None.
 ROLES: dict[Any, tuple[tuple[str, str, Role, bool], ...]] = {}
 
@@ -103,15 +106,10 @@ def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
     """Raise unless a target of the caller's fits the tokens."""
     if role.kind == "ids":
         checks.check_labels(target, tokens.tensor, tokens.subject, name)
-    elif role.kind == "numbers":
-        checks.check_floating(name, target, tokens.tensor, tokens.subject)
     else:
-        checks.check_tensor(name, target)
-        if role.kind == "head":
-            checks.check_parameter(name, target)
-        else:
-            checks.check_dense(name, target, checks.LOGITS_DTYPES)
-        checks.check_device(name, target, tokens.tensor, tokens.subject)
+        checks.expect(name, target, DTYPES[role.kind], on=tokens.tensor, subject=tokens.subject)
+    if role.kind == "head":
+        checks.check_parameter(name, target)
     check_shape(name, target, role, tokens)
 
 

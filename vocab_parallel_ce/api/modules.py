@@ -66,7 +66,7 @@ class _LossModule(nn.Module):
         options = {name: arguments[name] for name in self.defaults}
         class_weight = options.pop("class_weight")
         if class_weight is not None:
-            checks.check_floating("class_weight", class_weight, class_weight)
+            checks.expect("class_weight", class_weight)
             checks.check_requires_no_gradient("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
         options["group"] = process_group_of(options["group"])

@@ -136,8 +136,7 @@ def _check_rows(labels: Tensor, n_runs: int) -> None:
 
 def _checked_bounds(cu_seqlens: Tensor, labels: Tensor, n_ranks: int, n_runs: int) -> tuple[Tensor, Tensor | None]:
     """Return where the sequences begin among this rank's labels, and whether that can be, if nobody has read it."""
-    checks.check_tensor("cu_seqlens", cu_seqlens)
-    checks.check_dense("cu_seqlens", cu_seqlens, checks.LABEL_DTYPES)
+    checks.expect("cu_seqlens", cu_seqlens, checks.LABEL_DTYPES)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"cu_seqlens: expected shape [n + 1], got {tuple(cu_seqlens.shape)}")
     if labels.dim() == 0 or labels.numel() != labels.shape[-1]:

@@ -60,10 +60,7 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
             raise TypeError(f"tokens: expected names as keys, got {name!r}; pass the name of an argument of objective")
         if name == "log_probs" or name in settings.outputs:
             raise ValueError(f"{subject}: expected a name of its own, got that of an output; pass another")
-        checks.check_tensor(subject, numbers)
-        if numbers.layout is not torch.strided:
-            raise TypeError(f"{subject}: expected a dense tensor, got layout {numbers.layout}; pass its to_dense()")
-        checks.check_device(subject, numbers, tokens.tensor, tokens.subject)
+        checks.expect(subject, numbers, None, on=tokens.tensor, subject=tokens.subject)
         checks.check_requires_no_gradient(subject, numbers)
         if numbers.shape != tokens.shape:
             expected, remedy = f"that of the labels, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
