@@ -126,9 +126,8 @@ def plan_call(
         check_memory(targets, tokens, settings)
         prepared = prepare(targets, tokens, settings, plan)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
-    if verify.open_calls:
-        if plan.n_ranks > 1:
-            check_summed(logits)
+    if verify.pending.get() is not None:
+        check_summed(logits)
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor), prepared
 

@@ -248,7 +248,7 @@ def run_objective(
             total = loops.total_of(linear)
     assert linear.objective is not None
     if linear.objective.errors is not None:
-        verify.compare_results("objective's loss", total, linear.objective.errors)
+        verify.compare_results("objective's loss", total, linear.objective.errors, linear.call.group)
     return total, found
 
 

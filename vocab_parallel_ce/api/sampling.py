@@ -111,7 +111,7 @@ def sampling_threshold(
         number = temperature
     settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)
     options = loss_options(settings, shard.vocab_size)
-    if verify.open_calls:
+    if verify.pending.get() is not None:
         arguments = {"top_k": k, "top_p": share, "options": options, "temperature": row_temperature}
         verify.compare_logits("sampling_threshold", logits, shard, vocab_size, **arguments)
     if k is not None and k >= shard.vocab_size:

@@ -71,7 +71,7 @@ def top_k(
     checks.check_number("temperature", temperature, positive=True)
     if k > shard.vocab_size:
         raise ValueError(f"k: must be at most the vocab_size {shard.vocab_size}, got {k}")
-    if verify.open_calls:
+    if verify.pending.get() is not None:
         verify.compare_logits("top_k", logits, shard, vocab_size, k=k, temperature=float(temperature))
     with torch.no_grad():
         ids, log_probs = _top_k(rows, k, shard, float(temperature), gather)

@@ -302,7 +302,7 @@ def rows_of(
         is_valid = is_valid & (divisor != 0)
     losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
     key = key_of(objective.function) if objective.is_checked and not is_capturing(hidden) else None
-    errors: list[Exception] | None = [] if verify.is_in_call() else None
+    errors: list[Exception] | None = [] if verify.pending.get() is not None else None
     return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors)
 
 

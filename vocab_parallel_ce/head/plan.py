@@ -139,8 +139,8 @@ def plan_linear_call(
         warn_of_misfits()
         expected = expected_of(expected_grad_output, is_valid, order)
     row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
-    if verify.open_calls:
-        _compare(planned, arguments, expected, settings, head)
+    if verify.pending.get() is not None:
+        _compare(planned, arguments, expected, is_valid, comparable(settings, num_items) | head._asdict())
     if planned.is_mean:  # last: it may be a collective
         divisor = _divisor_of_weights(plan, targets, group) if planned.divides_by_weights else count
     linear = LinearCall(
@@ -289,19 +289,18 @@ def _divisor_of_weights(plan: Plan, targets: Any, group: Any) -> Tensor:
 
 
 def _compare(
-    planned: HeadPlan, arguments: Arguments, expected: Expected | None, settings: Settings, head: HeadSettings
+    planned: HeadPlan, arguments: Arguments, expected: Expected | None, is_valid: Tensor, options: dict[str, Any]
 ) -> None:
-    """Compare the ranks' arguments."""
-    options = comparable(settings, arguments.num_items) | head._asdict()
+    """Compare the ranks' arguments; ``options`` are those of all heads."""
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": planned.dtype}
     if arguments.objective is not None:
         function, tokens, reduction, num_items, is_checked = arguments.objective
         options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
         options["check_objective"] = is_checked
         options["objective"] = getattr(function, "__qualname__", type(function).__name__)
-        options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in tokens.items()}
-    options["expected_grad_output"] = None if expected is None else verify.shown(expected.by_token)
-    verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options)
+        options |= {f"tokens[{name!r}]": each for name, each in tokens.items()}
+    options["expected_grad_output"] = None if expected is None else expected.by_token
+    verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options, is_valid)
 
 
 def _overflow(count: Tensor | None, valid_tokens: int | str | None, check_labels: bool | str) -> Tensor | None:
