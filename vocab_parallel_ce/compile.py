@@ -1,6 +1,6 @@
 """Custom operators that ``torch.compile`` traces in place of the eager path.
 
-    loss_of_logits           inputs, targets, num_items, settings -> outputs, statistics, divisor
+    loss_of_logits           inputs, targets, num_items, constants, chunk_size -> outputs, statistics, divisor
     loss_of_logits_gradient  statistics, gradients of the outputs, the same -> gradients of the inputs
     loss_of_head, loss_of_head_gradient: the same of hidden states, a weight and a bias
 
@@ -14,14 +14,18 @@ Eager calls do not come here. This module is imported when the first call is com
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import checks, run
@@ -33,139 +37,19 @@ from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
-from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
+from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings
 from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, Tokens, check, present
 
-# What the public functions call while they are traced.
-
-
-def losses(
-    loss: Loss, logits: Tensor, targets: Any, settings: Settings, group: Any, num_items: float | Tensor | None
-) -> TokenOutputs:
-    """Return the outputs of a loss over logits."""
-    if logits.stride(-1) != 1 or logits.dim() > 4:
-        logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
-    checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
-    settings = settings._replace(gradient="out_of_place")
-    return _outputs(torch.ops.vocab_parallel_ce.loss_of_logits, loss, [logits], targets, num_items, group, settings)
-
-
-def linear_losses(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
-    """Return the outputs of a head and its loss."""
-    group, position = arguments.group, group_position(arguments.group)
-    is_symbolic = isinstance(head.chunk_size, torch.SymInt)  # in torch.export: no int to the checks
-    check_head_settings(settings, head._replace(chunk_size="auto") if is_symbolic else head)
-    arguments, settings = with_local_rows(arguments, settings, position)
-    hidden, weight, bias = arguments.head
-    autocast = autocast_dtype(hidden)
-    gradient = gradient_of(settings, head, rounded_dtypes(autocast or hidden.dtype, arguments.head))
-    if settings.asks_for_differentiable:
-        gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
-    settings = settings._replace(gradient=gradient)
-    inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    operator, constants = torch.ops.vocab_parallel_ce.loss_of_head, (autocast, wanted, *values_of_head(head))
-    return _outputs(operator, loss, inputs, arguments.targets, arguments.num_items, group, settings, *constants)
-
-
-def _outputs(
-    operator: Any,
-    loss: Loss,
-    inputs: list[Tensor],
-    targets: Any,
-    num_items: float | Tensor | None,
-    group: Any,
-    settings: Settings,
-    *head: Any,
-) -> TokenOutputs:
-    """Call an operator, and return the outputs by their names."""
-    # Here, since the dispatcher makes numbers of bools, and a fake does not see what requires a gradient.
-    check_settings(settings, group_position(group)[1])
-    for name, target, _ in present(targets):
-        checks.check_requires_no_gradient(name, target)
-    divisor = divisor_of(num_items, settings.reduction, inputs[0])
-    constants = loss.name, None if group is None else group.group_name, *values_of(settings), *head
-    values = operator(inputs, list(targets), divisor, *constants)
-    names = loss.outputs(loss.options(settings, None, class_weight=False))
-    return TokenOutputs(**dict(zip(("loss", *names), values, strict=False)))
-
-
-def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
-    """Return ``num_items`` on the device of ``like``, without waiting for it."""
-    if num_items is None:
-        return None
-    if isinstance(num_items, Tensor) and reduction == "sum":
-        checks.check_requires_no_gradient("num_items", num_items)
-        return num_items.detach().to(like.device)  # the operator checks it
-    checks.check_num_items(num_items, reduction, like)
-    assert not isinstance(num_items, Tensor)
-    return like.new_full((1,), num_items, dtype=compute_dtype(like.dtype))
-
-
-# Settings as operators take them: one by one.
-
-N_SETTINGS = len(Settings._fields)
-TYPES: dict[Any, str] = {
-    float: "float",
-    int: "int",
-    bool: "bool",
-    bool | str: "bool?",
-    str: "str",
-    tuple[str, ...]: "str[]",
-}
-TYPES |= {float | None: "float?", int | None: "int?", int | str | None: "int?", torch.dtype | None: "ScalarType?"}
-TYPES |= {int | VocabShard | None: "int[]?", int | str: "SymInt"}  # a number of tokens may be symbolic
-
-
-def schema_of(record: Any) -> str:
-    """Return the fields of a record of settings as arguments of an operator."""
-    return ", ".join(f"{TYPES[type_]} {name}" for name, type_ in get_type_hints(record).items())
-
-
-def values_of(settings: Settings) -> tuple[Any, ...]:
-    """Return the fields of checked settings: a shard of the vocabulary is three numbers, a size one, "auto" is None."""
-    size: Any = settings.vocab_size
-    if size is not None:
-        size = list(size) if isinstance(size, VocabShard) else [size]
-    check_labels: Any = None if settings.check_labels == "auto" else settings.check_labels
-    return settings._replace(vocab_size=size, check_labels=check_labels)
-
-
-def settings_of(values: Sequence[Any]) -> Settings:
-    """Return the settings of :func:`values_of`."""
-    settings = Settings(*values)
-    size: Any = settings.vocab_size
-    if size is not None:
-        size = VocabShard(*size) if len(size) > 1 else size[0]
-    check_labels = "auto" if settings.check_labels is None else settings.check_labels
-    return settings._replace(outputs=tuple(settings.outputs), vocab_size=size, check_labels=check_labels)
-
-
-def values_of_head(head: HeadSettings) -> tuple[Any, ...]:
-    """Return the fields of checked settings of a head: bytes of a chunk are below 0, and "auto" is 0."""
-    size = head.chunk_size
-    return head._replace(chunk_size=size if not isinstance(size, str) else 0 if size == "auto" else -bytes_of(size))
-
-
-def head_of(values: Sequence[Any]) -> HeadSettings:
-    """Return the settings of :func:`values_of_head`."""
-    head = HeadSettings(*values)
-    size: Any = head.chunk_size
-    return head._replace(chunk_size=size if size > 0 else "auto" if size == 0 else f"{-size}B")
-
-
-# The operators.
-
 
 class Traced(NamedTuple):
-    """The arguments of an operator."""
+    """A call that is compiled."""
 
     inputs: list[Tensor]  # logits; or hidden states, weight, and the bias if there is one
     targets: Any  # the loss's
-    num_items: Tensor | None  # of the gradient over logits: what the loss was divided by
+    num_items: Any  # the caller's; of an operator a tensor or None, and of its gradient what the loss was divided by
     loss: Loss
     group: Any
     settings: Settings
@@ -174,14 +58,21 @@ class Traced(NamedTuple):
     head: HeadSettings | None = None
 
     @classmethod
-    def read(cls, inputs: list[Tensor], targets: Any, num_items: Any, name: str, group: Any, *values: Any) -> Traced:
-        loss, head = LOSSES[name], values[N_SETTINGS:]
-        targets = (loss.HeadTargets if head else loss.Targets)(*targets)
-        call = cls(inputs, targets, num_items, loss, group_named(group), settings_of(values[:N_SETTINGS]))
-        if not head:
-            return call
-        autocast, wanted, *others = head
-        return call._replace(autocast=autocast, wanted=tuple(wanted), head=head_of(others))
+    def read(cls, inputs: list[Tensor], targets: Any, num_items: Any, constants: str, chunk_size: Any) -> Traced:
+        """Return the call of an operator's arguments."""
+        loss, group, settings, autocast, wanted, head = constants_of(constants)
+        targets = (loss.Targets if head is None else loss.HeadTargets)(*targets)
+        if chunk_size is not None:
+            head = head._replace(chunk_size=chunk_size)
+        return cls(inputs, targets, num_items, loss, group_named(group), settings, autocast, wanted, head)
+
+    def constants(self) -> tuple[Any, ...]:
+        """Return an operator's arguments that are no tensors: a text, and the tokens of a chunk, maybe symbolic."""
+        head, chunk_size = self.head, None
+        if head is not None and not isinstance(head.chunk_size, str):
+            head, chunk_size = head._replace(chunk_size="auto"), head.chunk_size
+        group = None if self.group is None else self.group.group_name
+        return repr(_literal((self.loss.name, group, self.settings, self.autocast, self.wanted, head))), chunk_size
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -211,6 +102,101 @@ class Traced(NamedTuple):
         arguments = Arguments(Head(*self.inputs), self.targets, self.group, self.num_items)
         with torch.autocast(self.inputs[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return plan_linear_call(self.loss, arguments, self.settings, self.head)
+
+
+def _literal(value: Any) -> Any:
+    """Return what :func:`ast.literal_eval` reads: of Python's types, not NumPy's or an enumeration's, and not symbolic.
+
+    Where the compiler would take a number for any number, the graph becomes one of this number.
+    """
+    if isinstance(value, tuple | list):
+        return tuple([_literal(each) for each in value])
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, str):
+        return "".join([value])
+    if value is None or isinstance(value, bool):
+        return value
+    return guard_scalar(int(value) if isinstance(value, Integral | torch.SymInt) else float(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def constants_of(text: str) -> tuple[Any, ...]:
+    """Return what :meth:`Traced.constants` wrote, with the loss of its name."""
+    loss, group, settings, autocast, wanted, head = ast.literal_eval(text)
+    settings = Settings(*settings)
+    if isinstance(settings.vocab_size, tuple):
+        settings = settings._replace(vocab_size=VocabShard(*settings.vocab_size))
+    if head is not None:
+        head = HeadSettings(*head)
+        head = head._replace(logits_dtype=_dtype_named(head.logits_dtype))
+    return LOSSES[loss], group, settings, _dtype_named(autocast), wanted, head
+
+
+def _dtype_named(name: Any) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name.removeprefix("torch."))
+
+
+# What the public functions call while they are traced.
+
+
+def losses(
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, group: Any, num_items: float | Tensor | None
+) -> TokenOutputs:
+    """Return the outputs of a loss over logits."""
+    if logits.stride(-1) != 1 or logits.dim() > 4:
+        logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
+    checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
+    settings = settings._replace(gradient="out_of_place")
+    return _outputs(Traced([logits], targets, num_items, loss, group, settings))
+
+
+def linear_losses(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+    """Return the outputs of a head and its loss."""
+    group, position = arguments.group, group_position(arguments.group)
+    is_symbolic = isinstance(head.chunk_size, torch.SymInt)  # in torch.export: no int to the checks
+    check_head_settings(settings, head._replace(chunk_size="auto") if is_symbolic else head)
+    arguments, settings = with_local_rows(arguments, settings, position)
+    hidden, weight, bias = arguments.head
+    autocast = autocast_dtype(hidden)
+    gradient = gradient_of(settings, head, rounded_dtypes(autocast or hidden.dtype, arguments.head))
+    if settings.asks_for_differentiable:
+        gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
+    settings = settings._replace(gradient=gradient)
+    inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
+    wanted = tuple([torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)])
+    num_items = arguments.num_items
+    return _outputs(Traced(inputs, arguments.targets, num_items, loss, group, settings, autocast, wanted, head))
+
+
+def _outputs(call: Traced) -> TokenOutputs:
+    """Call an operator, and return the outputs by their names."""
+    loss, settings = call.loss, call.settings
+    # Here, since text has only numbers, bools and names, and a fake does not see what requires a gradient.
+    check_settings(settings, group_position(call.group)[1])
+    for name, target, _ in present(call.targets):
+        checks.check_requires_no_gradient(name, target)
+    divisor = divisor_of(call.num_items, settings.reduction, call.inputs[0])
+    names = loss.outputs(loss.options(settings, None, class_weight=False))
+    operators = torch.ops.vocab_parallel_ce
+    operator = operators.loss_of_logits if call.head is None else operators.loss_of_head
+    values = operator(call.inputs, list(call.targets), divisor, *call.constants())
+    return TokenOutputs(**dict(zip(("loss", *names), values, strict=False)))
+
+
+def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
+    """Return ``num_items`` on the device of ``like``, without waiting for it."""
+    if num_items is None:
+        return None
+    if isinstance(num_items, Tensor) and reduction == "sum":
+        checks.check_requires_no_gradient("num_items", num_items)
+        return num_items.detach().to(like.device)  # the operator checks it
+    checks.check_num_items(num_items, reduction, like)
+    assert not isinstance(num_items, Tensor)
+    return like.new_full((1,), num_items, dtype=compute_dtype(like.dtype))
+
+
+# The operators.
 
 
 def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -347,15 +333,14 @@ def define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) -> 
 
 
 library = torch.library.Library("vocab_parallel_ce", "DEF")
-LOGITS = f"Tensor[] inputs, Tensor?[] targets, Tensor? num_items, str loss, str? group, {schema_of(Settings)}"
-HEAD = f"{LOGITS}, ScalarType? autocast, bool[] wanted, {schema_of(HeadSettings)}"
-for name, arguments, forward, gradient in (
-    ("loss_of_logits", LOGITS, _forward, _gradient),
-    ("loss_of_head", HEAD, _forward_of_head, _gradient_of_head),
+ARGUMENTS = "Tensor[] inputs, Tensor?[] targets, Tensor? num_items, str constants, SymInt? chunk_size"
+SAVED = f"Tensor[] stats, Tensor?[] grads, {ARGUMENTS}"
+for name, forward, gradient in (
+    ("loss_of_logits", _forward, _gradient),
+    ("loss_of_head", _forward_of_head, _gradient_of_head),
 ):
-    define(name, f"({arguments}) -> Tensor[]", forward, _fake_forward, _backward, _save)
-    saved = f"Tensor[] stats, Tensor?[] grads, {arguments}"
-    define(f"{name}_gradient", f"({saved}) -> Tensor[]", gradient, _fake_gradient)
+    define(name, f"({ARGUMENTS}) -> Tensor[]", forward, _fake_forward, _backward, _save)
+    define(f"{name}_gradient", f"({SAVED}) -> Tensor[]", gradient, _fake_gradient)
 define(
     "sum_over_ranks",
     "(Tensor part, str group) -> Tensor",

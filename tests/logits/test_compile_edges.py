@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.logits import test_compile
 from tests.support.cases.logits import flat_outputs
 from vocab_parallel_ce import (
+    VocabShard,
     linear_cross_entropy,
     top_k,
     verify_calls,
@@ -54,7 +55,7 @@ def test_what_eager_code_refuses_is_refused(options, message):
     [(0, "must be positive"), (-64, "must be positive"), (2**28, "a number is one of tokens")],
 )
 def test_a_chunk_size_of_no_tokens_is_refused_in_compiled_code(chunk_size, expected):
-    """An operator gets bytes as a number below 0, and "auto" as 0."""
+    """An operator gets a number of tokens by itself: no checks see it in a graph for any number."""
     torch.compiler.reset()
     with pytest.raises(Exception, match=f"chunk_size: {expected}.*, got {chunk_size}"):
         torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size=chunk_size)
@@ -86,6 +87,24 @@ def test_a_number_of_tokens_that_changes_costs_one_more_graph(option):
         options = {option: number, **reduction}
         assert torch.equal(compiled(*x, **options), linear_cross_entropy(*x, **options))
         assert counter.frame_count == graphs
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", ["logit_scale", "vocab_size", "valid_tokens"])
+def test_an_option_that_follows_a_shape_is_seen(name, dynamic):
+    """The compiler has a symbol for it, and the text of the other constants has no symbols."""
+
+    def step(x):
+        n_tokens, n_rows = x.hidden.shape[0], x.weight.shape[0]
+        value = {"logit_scale": 1 / n_tokens, "vocab_size": VocabShard(0, n_rows, n_rows), "valid_tokens": n_tokens}
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels, **{name: value[name]}),)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (12, 16, 20):
+        x = test_compile.inputs(n=n)
+        test_compile.assert_same_bits(test_compile.results(compiled, x), test_compile.results(step, x))
 
 
 @pytest.mark.reference

@@ -1,15 +1,19 @@
 """The custom operators that compiled calls use."""
 
+import enum
+
+import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
 
 from tests.logits.test_compile import VOCABULARY, inputs
 from tests.support.cases.logits import METRICS
-from vocab_parallel_ce.compile import values_of, values_of_head
+from vocab_parallel_ce.compile import Traced, constants_of
 from vocab_parallel_ce.losses.base import LOSSES
 from vocab_parallel_ce.losses.labels import LABELS, LabelLoss
 from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs
 
 N = 6
@@ -42,6 +46,10 @@ def targets_for(name, labels):
     return "labels", targets, targets
 
 
+def constants_for(loss, settings, **head):
+    return Traced([], None, None, LOSSES[loss], None, settings, **head).constants()
+
+
 @pytest.mark.reference
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_operators_are_what_they_declare(name):
@@ -51,7 +59,7 @@ def test_the_operators_are_what_they_declare(name):
     settings = Settings(gradient="out_of_place", **OPTIONS[name])
     logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
-    constants = loss, None, *values_of(settings)
+    constants = constants_for(loss, settings)
     opcheck(ops.loss_of_logits, ([logits], targets, divisor, *constants))
     if name == "divergence":  # tokens of two dimensions
         deep = [each.unsqueeze(1) for each in (logits.detach(), *targets)]
@@ -66,12 +74,29 @@ def test_the_operators_are_what_they_declare(name):
     if of_head is None:
         return
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
-        constants = loss, None, *values_of(settings._replace(gradient=gradient)), None, [True, True, False]
-        head = values_of_head(HeadSettings())
-        opcheck(ops.loss_of_head, (x.leaves(), of_head, divisor, *constants, *head))
-    stats = [t.detach() for t in ops.loss_of_head(x.leaves(), of_head, divisor, *constants, *head)[n:]]
+        settings, head = settings._replace(gradient=gradient), HeadSettings(chunk_size=4)
+        constants = constants_for(loss, settings, wanted=(True, True, False), head=head)
+        opcheck(ops.loss_of_head, (x.leaves(), of_head, divisor, *constants))
+    stats = [t.detach() for t in ops.loss_of_head(x.leaves(), of_head, divisor, *constants)[n:]]
     given = [[t.detach() for t in x.leaves()], of_head, divisor]
-    opcheck(ops.loss_of_head_gradient, (stats, grads, *given, *constants[:-1], [True, False, False], *head))
+    constants = constants_for(loss, settings, wanted=(True, False, False), head=head)
+    opcheck(ops.loss_of_head_gradient, (stats, grads, *given, *constants))
+
+
+@pytest.mark.reference
+def test_constants_keep_their_values_and_types():
+    numbers = {"label_smoothing": 1, "z_loss": -0.0, "softcap": 1e-300, "logit_scale": np.float32(0.1)}
+    shard, name = VocabShard(0, np.int64(48), 47), enum.Enum("Names", {"SUM": "sum"}, type=str).SUM
+    settings = Settings(ignore_index=-(2**40), outputs=["lse"], reduction=name, vocab_size=shard, **numbers)
+    head = HeadSettings(valid_tokens=True, logits_dtype=torch.float32)
+    text, chunk_size = constants_for("labels", settings, autocast=torch.bfloat16, head=head)
+    found = constants_of(text)
+    expected = settings._replace(outputs=("lse",), reduction="sum", vocab_size=VocabShard(0, 48, 47))
+    expected = expected._replace(logit_scale=float(np.float32(0.1)))
+    assert repr(found) == repr((LABELS, None, expected, torch.bfloat16, (True,), head)) and chunk_size is None
+    for size, tokens in ((5, 5), ("1KB", None)):
+        text, chunk_size = constants_for("labels", settings, head=HeadSettings(chunk_size=size))
+        assert (chunk_size, constants_of(text)[-1].chunk_size) == (tokens, size if tokens is None else "auto")
 
 
 @pytest.mark.reference
