@@ -110,8 +110,8 @@ def check_no_double_backward(refusal: str = "cross-entropy:") -> None:
     """Raise RuntimeError if autograd records backward, with the subject of ``refusal``, another error."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{refusal.partition(':')[0]}: expected backward without create_graph, got one with it, though its gradient cannot be "
-            "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
+            f"{refusal.partition(':')[0]}: expected backward without create_graph, got one with it, though its gradient "
+            "cannot be differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
         )
 
 

@@ -101,7 +101,8 @@ def plan_call(
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
     checks.check_no_transforms(logits, *targets, num_items)
-    position, in_memory = group_position(group), None
+    position = group_position(group)
+    in_memory: Any = None
     try:
         if settings.gradient == "auto":
             in_memory = may_overwrite(logits)

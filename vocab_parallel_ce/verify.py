@@ -128,7 +128,9 @@ def compare_call(
     if name == "hidden" and not options["sequence_parallel"]:
         states[name] = first
     facts = {
-        "call": " and ".join([f"a loss over {name}", *_of_kind(targets, "logits"), *_of_kind(targets, "head", "tokens")]),
+        "call": " and ".join(
+            [f"a loss over {name}", *_of_kind(targets, "logits"), *_of_kind(targets, "head", "tokens")]
+        ),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
         f"{name}.dtype": first.dtype,
         f"{name}.device.type": first.device.type,
@@ -210,9 +212,7 @@ def _need(tensor: Tensor | None) -> str:
 def _of_kind(targets: Any, kind: str, axis: str = "") -> dict[str, Tensor]:
     """Return the targets that were passed of a kind, with an axis, by the caller's names."""
     return {
-        name: target
-        for name, target, role in present(targets)
-        if role.kind == kind and (not axis or axis in role.axes)
+        name: target for name, target, role in present(targets) if role.kind == kind and (not axis or axis in role.axes)
     }
 
 

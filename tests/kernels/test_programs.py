@@ -22,9 +22,9 @@ from vocab_parallel_ce import (
 )
 
 pytest.importorskip("triton")
+from vocab_parallel_ce import program
 from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import Launch, Variant
-from vocab_parallel_ce import program
 from vocab_parallel_ce.program import MOST_PROGRAMS, Programs, Record, Step, program_of, recorded, recording
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
