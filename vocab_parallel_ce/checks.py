@@ -109,9 +109,10 @@ def check_no_trace() -> None:
 def check_no_double_backward(refusal: str = "cross-entropy:") -> None:
     """Raise RuntimeError if autograd records backward, with the subject of ``refusal``, another error."""
     if torch.is_grad_enabled():
+        name = refusal.partition(":")[0]
         raise RuntimeError(
-            f"{refusal.partition(':')[0]}: expected backward without create_graph, got one with it, though its gradient "
-            "cannot be differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
+            f"{name}: expected backward without create_graph, got one with it, though its gradient cannot be "
+            "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
         )
 
 

@@ -79,7 +79,17 @@ class Kinds:
             facts,
             is_given,
             *[
-                (type(t), t.dtype, t.shape, t.stride(), t.device, t.requires_grad, t.is_inference(), t.is_neg())
+                (
+                    type(t),
+                    t.dtype,
+                    t.shape,
+                    t.stride(),
+                    t.device,
+                    t.layout,
+                    t.requires_grad,
+                    t.is_inference(),
+                    t.is_neg(),
+                )
                 for t in given
             ],
         )

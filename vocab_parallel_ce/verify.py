@@ -127,10 +127,9 @@ def compare_call(
     ids, states = _of_kind(targets, "ids"), _of_kind(targets, "head", "tokens")
     if name == "hidden" and not options["sequence_parallel"]:
         states[name] = first
+    others = _of_kind(targets, "logits") | _of_kind(targets, "head", "tokens")
     facts = {
-        "call": " and ".join(
-            [f"a loss over {name}", *_of_kind(targets, "logits"), *_of_kind(targets, "head", "tokens")]
-        ),
+        "call": " and ".join([f"a loss over {name}", *others]),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
         f"{name}.dtype": first.dtype,
         f"{name}.device.type": first.device.type,

@@ -280,8 +280,8 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
     launch.variants[-1, torch.float32, None] = variant
     with recorded() as record:
         launch(3, (tensor, None), (7,))
-    made = program_of(record, (None, tensor), (tensor, None))
-    assert made.run(None, tensor) == (tensor, None)
+    made = program_of(record, (tensor, None), (tensor, None))
+    assert made.run(tensor, None) == (tensor, None)
     own, repeated = passed
     assert own[:5] == repeated[:5] == (3, 1, 1, -1, "start")
     of_kernel = [tensor.data_ptr(), 0, 1.5, 7, 2]
