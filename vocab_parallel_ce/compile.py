@@ -31,8 +31,8 @@ from torch.utils import _pytree as pytree
 from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
 from vocab_parallel_ce.head import loops
-from vocab_parallel_ce.head.arguments import Arguments, with_local_rows
-from vocab_parallel_ce.head.plan import LinearCall, autocast_dtype, plan_linear_call, shape_of_tokens
+from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, shape_of_tokens, with_local_rows
+from vocab_parallel_ce.head.plan import LinearCall, plan_linear_call
 from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable

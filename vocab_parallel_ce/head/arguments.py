@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import Head, with_padding
+from vocab_parallel_ce.targets import Head, HeadStates, present, with_padding
 
 WEIGHT = "weight: rows"  # what has a rank's columns, for messages
 
@@ -69,3 +70,49 @@ def shard_of_dtensor(head: Head, settings: Settings, rank: int, n_ranks: int) ->
     if vocab_size > n_rows:
         raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}; pad weight")
     return shard._replace(vocab_size=vocab_size)
+
+
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """Return the dtype of the products under ``torch.autocast``, None outside of it."""
+    device_type = hidden.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def shape_of_tokens(hidden: Tensor, n_ranks: int, head: HeadSettings) -> tuple[int, ...]:
+    """Return the shape of the tokens, with sequence parallelism of all ranks'."""
+    first, *others = hidden.shape[:-1]
+    return (first * n_ranks if head.sequence_parallel else first, *others)
+
+
+def bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
+    """Return the bytes of a chunk for each token and column, a teacher's logits included, and of an element of the
+    weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
+    """
+    weight = arguments.head.weight
+    heads = (target for _, target, role in present(arguments.targets) if isinstance(role, HeadStates))
+    logit_bytes = element_size + sum(states.dtype.itemsize for states in heads)
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return logit_bytes, 0
+    stays_fp32 = arguments.main_grad is not None or arguments.expected_grad_output is not None
+    return logit_bytes, 4 if stays_fp32 else min(weight.dtype.itemsize, 4)
+
+
+def compare(
+    arguments: Arguments,
+    expected: Tensor | None,
+    shard: VocabShard,
+    dtype: torch.dtype,
+    settings: Settings,
+    head: HeadSettings,
+) -> None:
+    """Compare the ranks' arguments; ``expected`` is the grad_output by token, ``dtype`` that of the products."""
+    options = comparable(settings, arguments.num_items) | head._asdict()
+    options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": dtype}
+    if arguments.objective is not None:
+        function, tokens, reduction, num_items, is_checked = arguments.objective
+        options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
+        options["check_objective"] = is_checked
+        options["objective"] = getattr(function, "__qualname__", type(function).__name__)
+        options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in tokens.items()}
+    options["expected_grad_output"] = None if expected is None else verify.shown(expected)
+    verify.compare_call(arguments.head._asdict(), arguments.targets, shard, options)

@@ -18,6 +18,7 @@ from vocab_parallel_ce.options import HeadSettings, bytes_of
 MOST_TOKENS = 2**20  # of a chunk: a larger number is one of bytes
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
+MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 WAVE = 2**22  # elements of a product: a tile of 128 x 256 on nearly each of an H100's 132 multiprocessors
 
 
@@ -168,3 +169,35 @@ def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device:
 def part_of_rank(rows: slice, n_ranks: int) -> slice:
     """Return which of its tokens each rank has in a chunk, with sequence parallelism."""
     return slice(rows.start // n_ranks, rows.stop // n_ranks)
+
+
+def overflow_of(count: Tensor | None, valid_tokens: int | str | None, check_labels: bool | str) -> Tensor | None:
+    """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said.
+
+    Raises ValueError in its place where ``check_labels`` looks.
+    """
+    if count is None or valid_tokens is None or isinstance(valid_tokens, str):
+        return None
+    if checks.looks_at(count, check_labels) and int(count) > valid_tokens:
+        raise ValueError(
+            f"valid_tokens: must be at least the number of labels that are not ignored, {int(count)}, got "
+            f"{valid_tokens}; pass an upper bound, or 'count'"
+        )
+    factor = count.new_ones((), dtype=torch.float32)
+    return factor.masked_fill_(count[0] > valid_tokens, float("nan"))
+
+
+def rows_of_valid(count: Tensor, valid_tokens: int | str | None, n_tokens: int) -> int | None:
+    """Return how many rows are enough for the valid tokens; None if that is not known, or too many to leave others out.
+
+    ``valid_tokens`` are the most that are valid, None if the caller does not say: the host of a CPU knows ``count``.
+    """
+    if isinstance(valid_tokens, str) or (valid_tokens is None and count.device.type == "cpu"):
+        if count.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("valid_tokens: expected a number in a CUDA graph, got 'count', which waits for the device")
+        n_rows = int(count)
+    elif valid_tokens is None:
+        return None
+    else:
+        n_rows = valid_tokens
+    return None if n_tokens == 0 or n_rows > MOST_VALID * n_tokens else max(1, n_rows)

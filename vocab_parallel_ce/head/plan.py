@@ -10,7 +10,15 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import gathered, group_position
-from vocab_parallel_ce.head.arguments import WEIGHT, Arguments, with_local_rows
+from vocab_parallel_ce.head.arguments import (
+    WEIGHT,
+    Arguments,
+    autocast_dtype,
+    bytes_of,
+    compare,
+    shape_of_tokens,
+    with_local_rows,
+)
 from vocab_parallel_ce.head.chunks import (
     TokenOrder,
     chunk_of,
@@ -19,10 +27,12 @@ from vocab_parallel_ce.head.chunks import (
     kept_rows,
     order_of_ranks,
     order_of_valid,
+    overflow_of,
+    rows_of_valid,
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
-from vocab_parallel_ce.head.settings import COUNT, check_expects, check_head_settings, gradient_of, rounded_dtypes
+from vocab_parallel_ce.head.settings import check_expects, check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings, known, shard_of_rank
@@ -32,7 +42,6 @@ from vocab_parallel_ce.plan import (
     PlanKey,
     cached_plan,
     checked_divisor,
-    comparable,
     has_weights,
     plan_of_one_kind,
 )
@@ -49,8 +58,6 @@ from vocab_parallel_ce.targets import (
     present,
 )
 
-MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
-
 
 class HeadPlan(NamedTuple):
     """What runs, except the tensors and the group."""
@@ -66,6 +73,7 @@ class HeadPlan(NamedTuple):
     is_mean: bool
     divides_by_weights: bool  # a mean
     counts: bool  # whether the number of valid tokens is needed
+    may_order: bool  # whether ignored tokens may be left out, or ranks' tokens are interleaved
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
     is_prepared: bool  # whether a caller's targets are prepared as they are
@@ -127,8 +135,10 @@ def plan_linear_call(
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
     count = is_valid.sum(0, keepdim=True) if planned.counts else None
-    overflow = _overflow(count, head.valid_tokens, settings.check_labels)
-    chunks, order = _chunks_and_order(planned, is_valid, count, head.valid_tokens)
+    chunks, overflow, order = planned.chunks, None, None
+    if planned.may_order:
+        overflow = overflow_of(count, head.valid_tokens, settings.check_labels)
+        chunks, order = _chunks_and_order(planned, is_valid, count, head.valid_tokens)
     if order is not None:
         targets = loss.in_order(targets, order, settings)
     if planned.recomputes and planned.needs_gradient:
@@ -140,7 +150,8 @@ def plan_linear_call(
         expected = expected_of(expected_grad_output, is_valid, order)
     row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
     if verify.pending.get() is not None:
-        _compare(planned, arguments, expected, is_valid, comparable(settings, num_items) | head._asdict())
+        by_token = None if expected is None else expected.by_token
+        compare(arguments, by_token, is_valid, plan.shard, planned.dtype, settings, head)
     if planned.is_mean:  # last: it may be a collective
         divisor = _divisor_of_weights(plan, targets, group) if planned.divides_by_weights else count
     linear = LinearCall(
@@ -228,7 +239,7 @@ def make_head_plan(
     shape = shape_of_tokens(hidden, n_ranks, head)
     by_weights = loss.divides_by_weights and has_weights(arguments.targets)
     n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
-    by_default = default_tokens(hidden.shape[-1], *_bytes_of(arguments, element_size))
+    by_default = default_tokens(hidden.shape[-1], *bytes_of(arguments, element_size))
     chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes, by_default)
     if sequence_parallel:
         chunk = max(n_ranks, chunk // n_ranks * n_ranks)
@@ -245,37 +256,13 @@ def make_head_plan(
         is_mean=is_mean,
         divides_by_weights=by_weights,
         counts=(is_mean and not by_weights) or head.valid_tokens is not None or leaves_out,
+        may_order=head.valid_tokens is not None or leaves_out or sequence_parallel,
         recomputes=recomputes,
         needs_gradient=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head),
         is_prepared=are_prepared(arguments.targets, settings),
         sequence_parallel=sequence_parallel,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
     )
-
-
-def _bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
-    """Return the bytes of a chunk for each token and column, a teacher's logits included, and of an element of the
-    weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
-    """
-    weight = arguments.head.weight
-    heads = (target for _, target, role in present(arguments.targets) if "tokens" in role.axes)
-    logit_bytes = element_size + sum(states.dtype.itemsize for states in heads)
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return logit_bytes, 0
-    stays_fp32 = arguments.main_grad is not None or arguments.expected_grad_output is not None
-    return logit_bytes, 4 if stays_fp32 else min(weight.dtype.itemsize, 4)
-
-
-def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Return the dtype of the products under ``torch.autocast``, None outside of it."""
-    device_type = hidden.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def shape_of_tokens(hidden: Tensor, n_ranks: int, head: HeadSettings) -> tuple[int, ...]:
-    """Return the shape of the tokens, with sequence parallelism of all ranks'."""
-    first, *others = hidden.shape[:-1]
-    return (first * n_ranks if head.sequence_parallel else first, *others)
 
 
 def _divisor_of_weights(plan: Plan, targets: Any, group: Any) -> Tensor:
@@ -286,37 +273,6 @@ def _divisor_of_weights(plan: Plan, targets: Any, group: Any) -> Tensor:
     shard, options = plan.shard, plan.options
     weights = label_weights(targets.class_weight, targets.labels, shard.start, shard.vocab_size, options)
     return gathered(weights.sum().reshape(1), plan.rank, plan.n_ranks, group).sum().reshape(1)
-
-
-def _compare(
-    planned: HeadPlan, arguments: Arguments, expected: Expected | None, is_valid: Tensor, options: dict[str, Any]
-) -> None:
-    """Compare the ranks' arguments; ``options`` are those of all heads."""
-    options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": planned.dtype}
-    if arguments.objective is not None:
-        function, tokens, reduction, num_items, is_checked = arguments.objective
-        options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
-        options["check_objective"] = is_checked
-        options["objective"] = getattr(function, "__qualname__", type(function).__name__)
-        options |= {f"tokens[{name!r}]": each for name, each in tokens.items()}
-    options["expected_grad_output"] = None if expected is None else expected.by_token
-    verify.compare_call(arguments.head._asdict(), arguments.targets, planned.plan.shard, options, is_valid)
-
-
-def _overflow(count: Tensor | None, valid_tokens: int | str | None, check_labels: bool | str) -> Tensor | None:
-    """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said.
-
-    Raises ValueError in its place where ``check_labels`` looks.
-    """
-    if count is None or valid_tokens is None or isinstance(valid_tokens, str):
-        return None
-    if checks.looks_at(count, check_labels) and int(count) > valid_tokens:
-        raise ValueError(
-            f"valid_tokens: must be at least the number of labels that are not ignored, {int(count)}, got "
-            f"{valid_tokens}; pass an upper bound, or 'count'"
-        )
-    factor = count.new_ones((), dtype=torch.float32)
-    return factor.masked_fill_(count[0] > valid_tokens, float("nan"))
 
 
 def _plan_of_logits(
@@ -368,23 +324,13 @@ def in_backward(linear: LinearCall, divisor: Tensor | None) -> LinearCall:
 def _chunks_and_order(
     planned: HeadPlan, is_valid: Tensor, count: Tensor | None, valid_tokens: int | str | None
 ) -> tuple[tuple[slice, ...], TokenOrder | None]:
-    """Return the chunks of rows, and the order of the tokens in them unless it is their own.
-
-    ``valid_tokens`` are the most that are valid, None if the caller does not say: the host of a CPU knows ``count``.
-    """
-    n_tokens, n_ranks, device, chunks = is_valid.shape[0], planned.plan.n_ranks, is_valid.device, planned.chunks
+    """Return the chunks of rows, and the order of the tokens in them unless it is their own."""
+    n_tokens, chunks = is_valid.shape[0], planned.chunks
     if planned.sequence_parallel:
+        n_ranks, device = planned.plan.n_ranks, is_valid.device
         return chunks, order_of_ranks(chunks, n_tokens, n_ranks, device) if len(chunks) > 1 else None
-    if valid_tokens is None and device.type == "cpu":
-        valid_tokens = COUNT
-    if isinstance(valid_tokens, str):
-        assert count is not None
-        if count.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("valid_tokens: expected a number in a CUDA graph, got 'count', which waits for the device")
-        n_rows: int | None = int(count)
-    else:
-        n_rows = valid_tokens
-    if n_rows is None or n_tokens == 0 or n_rows > MOST_VALID * n_tokens:
+    assert count is not None
+    n_rows = rows_of_valid(count, valid_tokens, n_tokens)
+    if n_rows is None:
         return chunks, None
-    n_rows = max(1, n_rows)
     return chunks_of(n_rows, planned.chunk), order_of_valid(is_valid, n_rows)
