@@ -18,106 +18,12 @@ from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
-from vocab_parallel_ce.head.products import HiddenStates, WeightGradient, fp32_factor, fp32_product, zero_ignored
-from vocab_parallel_ce.layout import as_dtype, cut, per_row
+from vocab_parallel_ce.head.products import Gradients, Products, Wanted
+from vocab_parallel_ce.layout import cut, per_row
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, at
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
-Wanted = tuple[bool, bool, bool]  # which of these
-
-
-class Products:
-    """The matrix products of one walk over the chunks, and the gradients."""
-
-    def __init__(
-        self, linear: LinearCall, local: Head, targets: Any, wanted: Wanted, kept: Tensor | None = None
-    ) -> None:
-        """``kept``: memory of the logits that are kept, of whole chunks from the first on."""
-        weight, bias, main_grad = local.weight, local.bias, linear.main_grad
-        self.linear, self.targets = linear, targets
-        self.weight = as_dtype(weight, linear.head.dtype)
-        self.weight_t = self.weight.t()
-        self.bias = None if bias is None else as_dtype(bias, linear.head.logits_dtype)
-        self.hidden = HiddenStates(linear, local.hidden, wanted[0])
-        self.kept = kept  # [n, C]
-        is_fp32 = linear.head.logits_dtype != linear.head.dtype
-        if is_fp32:
-            self.weight_t = fp32_factor(self.weight).t()
-        has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
-        n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
-        made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest
-        longest = made[0].stop - made[0].start if made else 0
-        self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
-        self.d_buffer = self.weight.new_empty(longest, weight.shape[0]) if has_d_buffer else None
-        self.d_weight: WeightGradient | None = None
-        if wanted[1]:
-            # A factor that only backward knows multiplies the fp32 sum.
-            is_final = main_grad is None and linear.expected is None
-            dtype = weight.dtype if is_final else torch.float32
-            if linear.call.plan.gradient == "in_forward":
-                main_grad = None  # backward adds to it
-            self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.is_valid = None if linear.is_valid is None else linear.is_valid.unsqueeze(1)  # [M, 1]
-            if self.is_valid is not None and linear.order is not None:
-                self.is_valid = linear.order.to_rows(self.is_valid, False)
-        self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
-        self.bias_dtype = None if bias is None else bias.dtype
-
-    def memory(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
-        """Return memory ``[n, C]`` of a chunk's logits and of their gradient, and whether the logits are kept.
-
-        Both are the same memory, unless the gradient has another dtype. Kept logits are then copied, since it is laid
-        out as the buffer.
-        """
-        n_rows = rows.stop - rows.start
-        kept = None if self.kept is None or rows.stop > self.kept.shape[0] else cut(self.kept, rows)
-        if self.d_buffer is None:
-            logits = cut(self.buffer, slice(0, n_rows)) if kept is None else kept
-            return logits, logits, kept is not None
-        logits = cut(self.buffer, slice(0, n_rows))
-        if kept is not None:
-            logits.copy_(kept)
-        return logits, cut(self.d_buffer, slice(0, n_rows)), kept is not None
-
-    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
-        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
-        if logits.dtype != states.dtype:
-            fp32_product(states, self.weight_t, logits)
-            if self.bias is not None:
-                logits.add_(self.bias)
-        elif self.bias is None:
-            torch.mm(states, self.weight_t, out=logits)
-        else:
-            torch.addmm(self.bias, states, self.weight_t, out=logits)
-
-    def add_gradients(self, rows: slice, states: Tensor, d_logits: Tensor) -> None:
-        """Fill a chunk's d_hidden, and add the chunk to d_weight and d_bias."""
-        d_hidden = self.hidden.new_gradient(rows)
-        if d_hidden is not None:
-            if d_hidden.dtype == d_logits.dtype:
-                torch.mm(d_logits, self.weight, out=d_hidden)
-            else:
-                d_hidden.copy_(torch.mm(d_logits, self.weight))
-            if self.linear.head.reduces or self.linear.head.sequence_parallel:
-                self.hidden.reduce_later(rows, d_hidden)
-        if self.d_weight is not None:
-            # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
-            valid = states if self.is_valid is None else zero_ignored(states, cut(self.is_valid, rows))
-            self.d_weight.add(d_logits, valid)
-        if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
-
-    def gradients(self) -> Gradients:
-        """Return the gradients of all chunks, each in its tensor's dtype. Drops the buffers."""
-        del self.buffer, self.d_buffer, self.kept
-        return (
-            self.hidden.gradient(),
-            None if self.d_weight is None else self.d_weight.rounded(),
-            None if self.d_bias is None else self.d_bias.to(self.bias_dtype),
-        )
 
 
 def forward(
@@ -132,12 +38,10 @@ def forward(
     outputs, by_row = _new_outputs(linear, local.hidden)
     if keeps and linear.n_kept:
         kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
-    products = Products(linear, local, targets, (False, False, False), kept)
+    products = Products(linear, local, targets, (False, False, False), kept, fills_kept=True)
     stats = run.new_statistics(plan, n_rows, local.hidden)
     local_stats = cut(stats[0], slice(plan.rank, plan.rank + 1))
-    for rows, states in products.hidden.chunks():
-        logits, *_ = products.memory(rows)
-        products.fill_logits(states, logits)
+    for rows, _, logits, _ in products.chunks():
         chunk_targets = plan.loss.at(targets, rows)
         if plan.launchers.second is None:
             run.launched(plan, run.fill_statistics, (logits, cut(local_stats, rows, dim=1), *chunk_targets))
@@ -197,8 +101,10 @@ def _gradients(products: Products, stats: Stats, grads: GradOutputs, outputs: To
 
     Forward has ``outputs`` to fill, and perhaps ``stats``. For backward, ``stats`` are those of forward.
     """
-    for rows, states in products.hidden.chunks():
-        _add_chunk(products, rows, states, stats, grads, outputs)
+    for rows, states, logits, d_logits in products.chunks():
+        _fill_gradient(products, rows, logits, d_logits, stats, grads, outputs)
+        products.add_gradients(rows, states, d_logits)
+        del logits, d_logits  # the buffers end before the gradients are rounded
     return products.gradients()
 
 
@@ -213,17 +119,20 @@ class Part(NamedTuple):
     handle: Any  # of their exchange, None for one rank
 
 
-def _add_chunk(
-    products: Products, rows: slice, states: Tensor, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None
+def _fill_gradient(
+    products: Products,
+    rows: slice,
+    logits: Tensor,
+    d_logits: Tensor,
+    stats: Stats,
+    grads: GradOutputs,
+    outputs: TokenOutputs | None,
 ) -> None:
-    """Add the gradients of one chunk. The buffer is free afterwards."""
+    """Fill a chunk's ``d_logits``, and its outputs if there are some."""
     linear, parts = products.linear, list[Part]()
     plan, divisor = linear.call.plan, linear.call.divisor
-    logits, d_logits, is_kept = products.memory(rows)
-    if not is_kept:
-        products.fill_logits(states, logits)
     targets = plan.loss.at(products.targets, rows)
-    of_parts = parts_of(states.shape[0], 1 if outputs is None else plan.n_ranks)
+    of_parts = parts_of(logits.shape[0], 1 if outputs is None else plan.n_ranks)
     for of_chunk in of_parts:
         part_rows = slice(rows.start + of_chunk.start, rows.start + of_chunk.stop)
         part_logits = cut(logits, of_chunk)
@@ -250,7 +159,6 @@ def _add_chunk(
             run.fill_gradient(plan, part.logits, found, part_targets, part_grads, gradient)
             del part_targets
         del part
-    products.add_gradients(rows, states, d_logits)
 
 
 def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutputs) -> GradOutputs | None:

@@ -1,8 +1,8 @@
 """What the products of a head take and give, chunk by chunk.
 
 :class:`HiddenStates` has the tokens of each chunk, which sequence parallelism gathers, and sums their gradients over
-the ranks. :class:`WeightGradient` sums the gradient of the weight over the chunks, in fp32, and rounds it once. Logits
-may be fp32 products of 16-bit factors.
+the ranks. :class:`WeightGradient` sums the gradient of the weight over the chunks, in fp32, and rounds it once.
+:class:`Products` has both, and makes the logits, which may be fp32 products of 16-bit factors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, be
 from vocab_parallel_ce.head.chunks import part_of_rank
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.layout import INTEGERS, as_dtype, cut
+from vocab_parallel_ce.targets import Head
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
+Wanted = tuple[bool, bool, bool]  # which of these
 
 
 class HiddenStates:
@@ -181,3 +185,109 @@ def zero_ignored(rows: Tensor, is_valid: Tensor) -> Tensor:
     is_whole = rows.is_contiguous() and (rows.data_ptr() | n_elements * rows.itemsize) % 8 == 0
     integers = rows.view(torch.int64 if is_whole else INTEGERS[rows.itemsize])
     return (integers * is_valid).view(rows.dtype)
+
+
+class Products:
+    """The matrix products of one walk over the chunks, and the gradients."""
+
+    def __init__(
+        self,
+        linear: LinearCall,
+        local: Head,
+        targets: Any,
+        wanted: Wanted,
+        kept: Tensor | None = None,
+        *,
+        fills_kept: bool = False,
+    ) -> None:
+        """``kept``: memory of the logits that are kept, of whole chunks from the first on, or that are to be."""
+        weight, bias, main_grad = local.weight, local.bias, linear.main_grad
+        self.linear, self.targets = linear, targets
+        self.weight = as_dtype(weight, linear.head.dtype)
+        self.weight_t = self.weight.t()
+        self.bias = None if bias is None else as_dtype(bias, linear.head.logits_dtype)
+        self.hidden = HiddenStates(linear, local.hidden, wanted[0])
+        self.kept, self.fills_kept = kept, fills_kept  # [n, C]
+        is_fp32 = linear.head.logits_dtype != linear.head.dtype
+        if is_fp32:
+            self.weight_t = fp32_factor(self.weight).t()
+        has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
+        n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
+        made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest
+        longest = made[0].stop - made[0].start if made else 0
+        self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
+        self.d_buffer = self.weight.new_empty(longest, weight.shape[0]) if has_d_buffer else None
+        self.d_weight: WeightGradient | None = None
+        if wanted[1]:
+            # A factor that only backward knows multiplies the fp32 sum.
+            is_final = main_grad is None and linear.expected is None
+            dtype = weight.dtype if is_final else torch.float32
+            if linear.call.plan.gradient == "in_forward":
+                main_grad = None  # backward adds to it
+            self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
+            self.is_valid = None if linear.is_valid is None else linear.is_valid.unsqueeze(1)  # [M, 1]
+            if self.is_valid is not None and linear.order is not None:
+                self.is_valid = linear.order.to_rows(self.is_valid, False)
+        self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
+        self.bias_dtype = None if bias is None else bias.dtype
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield the rows, the hidden states and the logits of each chunk, and memory for the logits' gradient."""
+        for rows, states in self.hidden.chunks():
+            logits, d_logits, is_kept = self.memory(rows)
+            if self.fills_kept or not is_kept:
+                self.fill_logits(states, logits)
+            yield rows, states, logits, d_logits
+
+    def memory(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
+        """Return memory ``[n, C]`` of a chunk's logits and of their gradient, and whether the logits are kept.
+
+        Both are the same memory, unless the gradient has another dtype. Kept logits are then copied, since it is laid
+        out as the buffer.
+        """
+        n_rows = rows.stop - rows.start
+        kept = None if self.kept is None or rows.stop > self.kept.shape[0] else cut(self.kept, rows)
+        if self.d_buffer is None:
+            logits = cut(self.buffer, slice(0, n_rows)) if kept is None else kept
+            return logits, logits, kept is not None
+        logits = cut(self.buffer, slice(0, n_rows))
+        if kept is not None:
+            logits.copy_(kept)
+        return logits, cut(self.d_buffer, slice(0, n_rows)), kept is not None
+
+    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
+        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
+        if logits.dtype != states.dtype:
+            fp32_product(states, self.weight_t, logits)
+            if self.bias is not None:
+                logits.add_(self.bias)
+        elif self.bias is None:
+            torch.mm(states, self.weight_t, out=logits)
+        else:
+            torch.addmm(self.bias, states, self.weight_t, out=logits)
+
+    def add_gradients(self, rows: slice, states: Tensor, d_logits: Tensor) -> None:
+        """Fill a chunk's d_hidden, and add the chunk to d_weight and d_bias."""
+        d_hidden = self.hidden.new_gradient(rows)
+        if d_hidden is not None:
+            if d_hidden.dtype == d_logits.dtype:
+                torch.mm(d_logits, self.weight, out=d_hidden)
+            else:
+                d_hidden.copy_(torch.mm(d_logits, self.weight))
+            if self.linear.head.reduces or self.linear.head.sequence_parallel:
+                self.hidden.reduce_later(rows, d_hidden)
+        if self.d_weight is not None:
+            # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
+            valid = states if self.is_valid is None else zero_ignored(states, cut(self.is_valid, rows))
+            self.d_weight.add(d_logits, valid)
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+
+    def gradients(self) -> Gradients:
+        """Return the gradients of all chunks, each in its tensor's dtype. Drops the buffers."""
+        del self.buffer, self.d_buffer, self.kept
+        return (
+            self.hidden.gradient(),
+            None if self.d_weight is None else self.d_weight.rounded(),
+            None if self.d_bias is None else self.d_bias.to(self.bias_dtype),
+        )
