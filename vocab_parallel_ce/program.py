@@ -209,6 +209,8 @@ class Programs:
         The kind of the call and ``key`` say which function it is and all that its launches depend on, except memory.
         With the key None, the function and the form of the tensors say it.
         """
+        if recording.record is not None:  # of a larger function, which has the program
+            return function(*others, *tensors)
         if key is None and (key := self.forms.find((function, tensors[0].shape), tensors)) is None:
             return function(*others, *tensors)
         program = self.programs.get(key)

@@ -185,9 +185,14 @@ def _gradient(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
     return ()
 
 
-def launched(plan: Plan, function: Callable[..., tuple[Any, ...]], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``function(plan, *tensors)``, where the kind of call does not say in which form the tensors are."""
-    return plan.run(None, function, tensors, plan)
+def launched(
+    plan: Plan, function: Callable[..., tuple[Any, ...]], tensors: tuple[Any, ...], *others: Any
+) -> tuple[Any, ...]:
+    """Return ``function(plan, *others, *tensors)``, where the kind of call does not say in which form the tensors are.
+
+    It says what the function launches for ``others``.
+    """
+    return plan.run(None, function, tensors, plan, *others)
 
 
 def forward(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

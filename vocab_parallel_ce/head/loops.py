@@ -20,7 +20,9 @@ from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import Gradients, Products, Wanted
 from vocab_parallel_ce.layout import cut, per_row
-from vocab_parallel_ce.plan import Call
+from vocab_parallel_ce.plan import Call, Plan
+from vocab_parallel_ce.program import make, step
+from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, at
@@ -70,12 +72,34 @@ def forward_with_gradients(
     Collectives: one or two all_gathers of statistics per chunk, twice as many of a loss with a second exchange, and
     those of :class:`HiddenStates`.
     """
+    if linear.is_one_program:
+        return *_of_one_program(linear, local, targets, wanted), ()
     outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
     grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.by_row)
     gradients = _gradients(products, stats, grads, by_row)
     return _returned(linear, outputs), gradients, stats
+
+
+def _of_one_program(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> tuple[TokenOutputs, Gradients]:
+    """Return the same of a call that may have a program, which keeps no statistics."""
+    shape = local.hidden.shape
+    hidden = local.hidden if len(shape) == 2 else local.hidden.reshape(-1, shape[-1])
+    tensors = (hidden, local.weight, local.bias, linear.call.divisor, linear.is_valid, *targets)
+    *outputs, d_hidden, d_weight, d_bias = run.launched(linear.call.plan, _one_chunk, tensors, linear, wanted)
+    if d_hidden is not None and len(shape) > 2:
+        d_hidden = d_hidden.view(shape)
+    return TokenOutputs(*outputs), (d_hidden, d_weight, d_bias)
+
+
+def _one_chunk(plan: Plan, linear: LinearCall, wanted: Wanted, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the outputs and the gradients of a call of one chunk and one rank."""
+    hidden, weight, bias, divisor, is_valid, *targets = tensors
+    linear = linear._replace(call=linear.call._replace(divisor=divisor), is_valid=is_valid, is_one_program=False)
+    local = Head(hidden, weight, bias)  # type: ignore[arg-type]
+    outputs, gradients, _ = forward_with_gradients(linear, local, plan.loss.Targets(*targets), wanted)
+    return *outputs, *gradients
 
 
 def backward(
@@ -248,7 +272,9 @@ def total_of(linear: LinearCall) -> Tensor:
 def _returned(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
     """Return the outputs of :func:`_new_outputs` in the order of the tokens; a reduced loss is summed."""
     if linear.call.plan.reduction != "none":
-        outputs = outputs._replace(loss=outputs.loss.sum())
+        total = make(outputs.loss, dtype=outputs.loss.dtype)
+        step(sum_losses, outputs.loss, total)
+        outputs = outputs._replace(loss=total)
     if linear.order is None and linear.overflow is None:
         return outputs
     values = outputs._asdict()

@@ -76,6 +76,7 @@ class HeadPlan(NamedTuple):
     may_order: bool  # whether ignored tokens may be left out, or ranks' tokens are interleaved
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
+    is_one_program: bool  # whether forward, of one rank's only chunk with gradients, may be one program
     is_prepared: bool  # whether a caller's targets are prepared as they are
     sequence_parallel: bool
     reduces: bool  # d_hidden, over several ranks
@@ -95,6 +96,7 @@ class LinearCall(NamedTuple):
     expected: Expected | None  # of reduction "none", whose gradients forward computes
     objective: RowObjective | None  # of log-probabilities
     n_kept: int  # number of rows whose logits are kept for backward
+    is_one_program: bool  # as the plan says, unless the call leaves tokens out
 
     @property
     def n_rows(self) -> int:
@@ -166,6 +168,7 @@ def plan_linear_call(
         expected=expected,
         objective=row_objective,
         n_kept=kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
+        is_one_program=planned.is_one_program and order is None and overflow is None,
     )
     return linear, arguments.head, targets
 
@@ -244,13 +247,20 @@ def make_head_plan(
     if sequence_parallel:
         chunk = max(n_ranks, chunk // n_ranks * n_ranks)
     is_mean, leaves_out = settings.reduction == "mean", hidden.device.type == "cpu" and not sequence_parallel
+    chunks = chunks_of(n_tokens, chunk)
+    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head)
+    is_plain = arguments.expected_grad_output is None and arguments.objective is None
+    computes = needs_gradient and gradient == "in_forward" and not recomputes and is_plain
+    # To record a call keeps all that it makes, and a teacher's logits are large.
+    has_teacher = loss.HeadTargets is not loss.Targets
+    is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not has_teacher
     return HeadPlan(
         plan=plan,
         shape=shape,
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunk=chunk,
-        chunks=chunks_of(n_tokens, chunk),
+        chunks=chunks,
         keep_logits=keeping.keep_logits,
         kept_bytes=kept_bytes,
         is_mean=is_mean,
@@ -258,7 +268,8 @@ def make_head_plan(
         counts=(is_mean and not by_weights) or head.valid_tokens is not None or leaves_out,
         may_order=head.valid_tokens is not None or leaves_out or sequence_parallel,
         recomputes=recomputes,
-        needs_gradient=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head),
+        needs_gradient=needs_gradient,
+        is_one_program=is_one_program,
         is_prepared=are_prepared(arguments.targets, settings),
         sequence_parallel=sequence_parallel,
         reduces=head.reduce_hidden_grad and n_ranks > 1,

@@ -18,6 +18,7 @@ from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, be
 from vocab_parallel_ce.head.chunks import part_of_rank
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.layout import INTEGERS, as_dtype, cut
+from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.targets import Head
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
@@ -72,11 +73,11 @@ class HiddenStates:
             return None
         order, (n_tokens, n_features) = self.linear.order, self.hidden.shape
         if self.linear.head.sequence_parallel:
-            return self.hidden.new_empty(rows.stop - rows.start, n_features)
+            return make(self.hidden, rows.stop - rows.start, n_features, dtype=self.hidden.dtype)
         if self.d_hidden is None:
             # One more row, for the tokens that have none.
             n_rows = n_tokens if order is None else order.token_of_row.shape[0] + 1
-            self.d_hidden = self.hidden.new_empty(n_rows, n_features)
+            self.d_hidden = make(self.hidden, n_rows, n_features, dtype=self.hidden.dtype)
         return cut(self.d_hidden, rows)
 
     def reduce_later(self, rows: slice, d_hidden: Tensor) -> None:
@@ -132,16 +133,75 @@ def writes_fp32(factor: Tensor) -> bool:
 
 
 def fp32_factor(factor: Tensor) -> Tensor:
-    """Return the 16-bit ``factor`` as :func:`fp32_product` takes it: itself, or an fp32 copy."""
+    """Return the 16-bit ``factor`` as :func:`fill_logits` takes it for fp32 logits: itself, or an fp32 copy."""
     return factor if writes_fp32(factor) else factor.float()
 
 
-def fp32_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Fill ``out``, fp32, with ``a @ b`` of 16-bit factors; ``b`` is an :func:`fp32_factor`."""
-    if a.dtype == b.dtype:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+# Steps of a program: they write to their first argument.
+
+
+def fill_logits(logits: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Fill ``logits [n, C]`` from ``states [n, D]``; fp32 logits of 16-bit states take an :func:`fp32_factor`."""
+    weight_t = weight.t()
+    if logits.dtype == states.dtype and bias is not None:
+        torch.addmm(bias, states, weight_t, out=logits)
+    elif logits.dtype == states.dtype:
+        torch.mm(states, weight_t, out=logits)
     else:
-        torch.mm(a.float(), b, out=out)
+        if states.dtype == weight_t.dtype:
+            torch.mm(states, weight_t, out_dtype=logits.dtype, out=logits)
+        else:
+            torch.mm(states.float(), weight_t, out=logits)
+        if bias is not None:
+            logits.add_(bias)
+
+
+def fill_product(product: Tensor, a: Tensor, b: Tensor) -> None:
+    """Fill ``product`` with ``a @ b``, rounded to its dtype."""
+    if product.dtype == a.dtype:
+        torch.mm(a, b, out=product)
+    else:
+        product.copy_(torch.mm(a, b))
+
+
+def fill_first(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """Fill ``total [C, D]`` with the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of the first chunk."""
+    d_logits, hidden = weight_factors(total, d_logits, hidden)
+    if total.dtype == hidden.dtype:
+        torch.mm(d_logits, hidden, out=total)
+    else:
+        torch.mm(d_logits, hidden, out_dtype=total.dtype, out=total)
+
+
+def add_another(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """Add the product of another chunk to ``total``."""
+    d_logits, hidden = weight_factors(total, d_logits, hidden)
+    if total.dtype == hidden.dtype:
+        total.addmm_(d_logits, hidden)
+    else:
+        torch.addmm(total, d_logits, hidden, out_dtype=total.dtype, out=total)
+
+
+def weight_factors(total: Tensor, d_logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``d_logits.T`` and ``hidden`` as a product of the dtype of ``total`` takes them."""
+    if total.dtype == hidden.dtype or writes_fp32(hidden):
+        return d_logits.t(), hidden
+    return d_logits.t().to(total.dtype), hidden.to(total.dtype)
+
+
+def add_sum(d_bias: Tensor, d_logits: Tensor) -> None:
+    """Add the sum of a chunk's ``d_logits [n, C]`` to ``d_bias [C]``, in fp32."""
+    d_bias += d_logits.sum(0, dtype=torch.float32)
+
+
+def fill_valid(valid: Tensor, rows: Tensor, is_valid: Tensor) -> None:
+    """Fill ``valid`` with ``rows [n, D]``, with zeros where ``is_valid [n]`` is False, whatever those rows hold."""
+    # As integers, since 0 times NaN is NaN. Eight bytes at a time where the memory allows it, for the bandwidth.
+    # One row is contiguous whatever its stride, which view looks at all the same.
+    n_elements = int(rows.storage_offset()) | rows.shape[1] | rows.stride(0)
+    is_whole = rows.is_contiguous() and (rows.data_ptr() | n_elements * rows.itemsize) % 8 == 0
+    dtype = torch.int64 if is_whole else INTEGERS[rows.itemsize]
+    torch.mul(rows.view(dtype), is_valid.unsqueeze(1), out=valid.view(dtype))
 
 
 class WeightGradient:
@@ -157,34 +217,26 @@ class WeightGradient:
 
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         """Add the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of one chunk, of one dtype."""
-        d_logits, dtype = d_logits.t(), self.dtype_of_sum
-        if dtype != hidden.dtype and not writes_fp32(hidden):
-            d_logits, hidden = d_logits.to(dtype), hidden.to(dtype)
-        if dtype == hidden.dtype:
-            if self.total is None:
-                self.total = torch.mm(d_logits, hidden)
-            else:
-                self.total.addmm_(d_logits, hidden)
-        elif self.total is None:
-            self.total = torch.mm(d_logits, hidden, out_dtype=dtype)
+        if self.total is None:
+            self.total = make(self.weight, *self.weight.shape, dtype=self.dtype_of_sum)
+            step(fill_first, self.total, d_logits, hidden)
         else:
-            torch.addmm(self.total, d_logits, hidden, out_dtype=dtype, out=self.total)
+            step(add_another, self.total, d_logits, hidden)
 
     def rounded(self) -> Tensor:
         """Return the sum in the parameter's dtype; zeros if there was no chunk."""
         if self.total is None:
             return self.weight.new_zeros(self.weight.shape, dtype=self.dtype)
-        return as_dtype(self.total, self.dtype)
+        return rounded(self.total, self.dtype)
 
 
-def zero_ignored(rows: Tensor, is_valid: Tensor) -> Tensor:
-    """Return a copy of ``rows [n, D]`` with zeros where ``is_valid [n, 1]`` is False, whatever those rows hold."""
-    # As integers, since 0 times NaN is NaN. Eight bytes at a time where the memory allows it, for the bandwidth.
-    # One row is contiguous whatever its stride, which view looks at all the same.
-    n_elements = int(rows.storage_offset()) | rows.shape[1] | rows.stride(0)
-    is_whole = rows.is_contiguous() and (rows.data_ptr() | n_elements * rows.itemsize) % 8 == 0
-    integers = rows.view(torch.int64 if is_whole else INTEGERS[rows.itemsize])
-    return (integers * is_valid).view(rows.dtype)
+def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``total`` in ``dtype``: itself if it has it."""
+    if total.dtype == dtype:
+        return total
+    made = make(total, *total.shape, dtype=dtype)
+    step(Tensor.copy_, made, total)
+    return made
 
 
 class Products:
@@ -204,19 +256,18 @@ class Products:
         weight, bias, main_grad = local.weight, local.bias, linear.main_grad
         self.linear, self.targets = linear, targets
         self.weight = as_dtype(weight, linear.head.dtype)
-        self.weight_t = self.weight.t()
         self.bias = None if bias is None else as_dtype(bias, linear.head.logits_dtype)
         self.hidden = HiddenStates(linear, local.hidden, wanted[0])
         self.kept, self.fills_kept = kept, fills_kept  # [n, C]
         is_fp32 = linear.head.logits_dtype != linear.head.dtype
-        if is_fp32:
-            self.weight_t = fp32_factor(self.weight).t()
+        self.factor = fp32_factor(self.weight) if is_fp32 else self.weight  # of the logits
         has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
         n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
         made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest
         longest = made[0].stop - made[0].start if made else 0
-        self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
-        self.d_buffer = self.weight.new_empty(longest, weight.shape[0]) if has_d_buffer else None
+        shape, dtype = (longest, weight.shape[0]), linear.head.dtype
+        self.buffer = make(self.weight, *shape, dtype=linear.head.logits_dtype)
+        self.d_buffer = make(self.weight, *shape, dtype=dtype) if has_d_buffer else None
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
             # A factor that only backward knows multiplies the fp32 sum.
@@ -225,11 +276,13 @@ class Products:
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.is_valid = None if linear.is_valid is None else linear.is_valid.unsqueeze(1)  # [M, 1]
+            self.is_valid = linear.is_valid  # [M]
             if self.is_valid is not None and linear.order is not None:
                 self.is_valid = linear.order.to_rows(self.is_valid, False)
-        self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
-        self.bias_dtype = None if bias is None else bias.dtype
+        self.d_bias = make(weight, weight.shape[0], dtype=torch.float32) if wanted[2] else None
+        if self.d_bias is not None:
+            step(Tensor.zero_, self.d_bias)
+        self.bias_dtype = weight.dtype if bias is None else bias.dtype
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield the rows, the hidden states and the logits of each chunk, and memory for the logits' gradient."""
@@ -238,6 +291,10 @@ class Products:
             if self.fills_kept or not is_kept:
                 self.fill_logits(states, logits)
             yield rows, states, logits, d_logits
+
+    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
+        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
+        step(fill_logits, logits, states, self.factor, self.bias)
 
     def memory(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
         """Return memory ``[n, C]`` of a chunk's logits and of their gradient, and whether the logits are kept.
@@ -255,33 +312,27 @@ class Products:
             logits.copy_(kept)
         return logits, cut(self.d_buffer, slice(0, n_rows)), kept is not None
 
-    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
-        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
-        if logits.dtype != states.dtype:
-            fp32_product(states, self.weight_t, logits)
-            if self.bias is not None:
-                logits.add_(self.bias)
-        elif self.bias is None:
-            torch.mm(states, self.weight_t, out=logits)
-        else:
-            torch.addmm(self.bias, states, self.weight_t, out=logits)
-
     def add_gradients(self, rows: slice, states: Tensor, d_logits: Tensor) -> None:
         """Fill a chunk's d_hidden, and add the chunk to d_weight and d_bias."""
         d_hidden = self.hidden.new_gradient(rows)
         if d_hidden is not None:
-            if d_hidden.dtype == d_logits.dtype:
-                torch.mm(d_logits, self.weight, out=d_hidden)
-            else:
-                d_hidden.copy_(torch.mm(d_logits, self.weight))
+            step(fill_product, d_hidden, d_logits, self.weight)
             if self.linear.head.reduces or self.linear.head.sequence_parallel:
                 self.hidden.reduce_later(rows, d_hidden)
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
-            valid = states if self.is_valid is None else zero_ignored(states, cut(self.is_valid, rows))
-            self.d_weight.add(d_logits, valid)
+            self.d_weight.add(d_logits, states if self.is_valid is None else self.valid(rows, states))
         if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+            step(add_sum, self.d_bias, d_logits)
+
+    def valid(self, rows: slice, states: Tensor) -> Tensor:
+        """Return a copy of a chunk's hidden states, with zeros for ignored tokens."""
+        assert self.is_valid is not None
+        # Laid out alike, on which the bits of a product may depend.
+        is_contiguous = states.is_contiguous()
+        copy = make(states, *states.shape, dtype=states.dtype) if is_contiguous else torch.empty_like(states)
+        step(fill_valid, copy, states, cut(self.is_valid, rows))
+        return copy
 
     def gradients(self) -> Gradients:
         """Return the gradients of all chunks, each in its tensor's dtype. Drops the buffers."""
@@ -289,5 +340,5 @@ class Products:
         return (
             self.hidden.gradient(),
             None if self.d_weight is None else self.d_weight.rounded(),
-            None if self.d_bias is None else self.d_bias.to(self.bias_dtype),
+            None if self.d_bias is None else rounded(self.d_bias, self.bias_dtype),
         )
