@@ -220,12 +220,20 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
         grad_output = grad_output * linear.overflow
     # Of ``data``, autograd counts no versions: a backward after this one may recompute.
     d_hidden, d_weight, d_bias = [None if grad is None else grad.data for grad in gradients]
-    for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
-        if grad is not None:
-            run.launched(linear.call.plan, run.element_mul, (grad, per_row(grad_output, grad)))
+    run.launched(linear.call.plan, _scale, (grad_output, d_hidden, d_weight, d_bias))
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.add_(d_weight)
     return d_hidden, d_weight, d_bias
+
+
+def _scale(
+    plan: Plan, factor: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None
+) -> tuple[()]:
+    """Multiply gradients by ``factor []`` in place."""
+    for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
+        if grad is not None:
+            plan.launchers.element_mul(grad, per_row(factor, grad))
+    return ()
 
 
 def scaled_by_factor(
