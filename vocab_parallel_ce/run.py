@@ -134,10 +134,15 @@ def fill_statistics(plan: Plan, logits: Tensor, stats: Tensor, *targets: Tensor 
 
 
 def fill_part(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
-    """Fill a head's outputs of some rows: statistics, divisor and targets are before them."""
+    """Fill a head's outputs of some rows, and a count that divides, if given.
+
+    Statistics, divisor, count and targets are before the outputs.
+    """
     n = len(plan.launchers.widths)
-    targets, outputs = plan.loss.Targets(*tensors[n + 1 : -N_OUTPUTS]), TokenOutputs(*tensors[-N_OUTPUTS:])
-    plan.launchers.outputs(tensors[:n], targets, tensors[n], outputs)
+    stats, divisor, count = tensors[:n], *tensors[n : n + 2]
+    targets, outputs = plan.loss.Targets(*tensors[n + 2 : -N_OUTPUTS]), TokenOutputs(*tensors[-N_OUTPUTS:])
+    counted = () if count is None else (None, count)
+    plan.launchers.outputs(stats, targets, divisor, outputs, *counted)
     return ()
 
 

@@ -155,6 +155,8 @@ def _fill_gradient(
     """Fill a chunk's ``d_logits``, and its outputs if there are some."""
     linear, parts = products.linear, list[Part]()
     plan, divisor = linear.call.plan, linear.call.divisor
+    counts = linear.head.is_mean and divisor is None  # in the launch of the outputs
+    count = make(logits, 1, dtype=torch.int32) if counts else None
     targets = plan.loss.at(products.targets, rows)
     of_parts = parts_of(logits.shape[0], 1 if outputs is None else plan.n_ranks)
     for of_chunk in of_parts:
@@ -171,13 +173,13 @@ def _fill_gradient(
     del targets, part_targets  # they may hold a teacher's logits
     while parts:
         part = parts.pop(0)
-        part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs)
+        part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs, count)
         if part.stats is not None:
             if part_grads is None:
                 of_part = [None if each is None else cut(each, part.rows) for each in grads]
                 part_grads = GradOutputs._make(of_part)
             gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
-            part_targets, found = part.targets, (divisor, *part.stats)
+            part_targets, found = part.targets, (count if counts else divisor, *part.stats)
             if linear.objective is not None:
                 part_targets = linear.objective.counted(part_targets, plan.options.ignore_index)
             run.fill_gradient(plan, part.logits, found, part_targets, part_grads, gradient)
@@ -185,7 +187,9 @@ def _fill_gradient(
         del part
 
 
-def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutputs) -> GradOutputs | None:
+def _fill_part(
+    linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutputs, count: Tensor | None
+) -> GradOutputs | None:
     """Fill a part's outputs, and its statistics among ``stats`` if they are kept.
 
     Return an objective's derivatives by the outputs, if there is one. ``one_pass`` also writes the gradient over the
@@ -197,7 +201,7 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutpu
         run.launched(plan, run.one_pass, (part.logits, call.divisor, *part.targets, *part_outputs))
         return None
     run.exchange(call, part.logits, part.targets, part.stats, part.handle)
-    run.launched(plan, run.fill_part, (*part.stats, call.divisor, *part.targets, *part_outputs))
+    run.launched(plan, run.fill_part, (*part.stats, call.divisor, count, *part.targets, *part_outputs))
     for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
         each[:, part.rows] = part_each
     return None if linear.objective is None else linear.objective.fill_and_differentiate(part.rows, part_outputs)

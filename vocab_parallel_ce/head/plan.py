@@ -45,6 +45,7 @@ from vocab_parallel_ce.plan import (
     has_weights,
     plan_of_one_kind,
 )
+from vocab_parallel_ce.run import takes_one_pass
 from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.summed import check_summed_once
 from vocab_parallel_ce.targets import (
@@ -72,11 +73,12 @@ class HeadPlan(NamedTuple):
     kept_bytes: int  # of a token's kept logits
     is_mean: bool
     divides_by_weights: bool  # a mean
-    counts: bool  # whether the number of valid tokens is needed
+    counts: bool  # whether the number of valid tokens is needed before any launch
     may_order: bool  # whether ignored tokens may be left out, or ranks' tokens are interleaved
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
     is_one_program: bool  # whether forward, of one rank's only chunk with gradients, may be one program
+    counts_in_launch: bool  # whether that counts a mean's valid tokens
     is_prepared: bool  # whether a caller's targets are prepared as they are
     sequence_parallel: bool
     reduces: bool  # d_hidden, over several ranks
@@ -154,7 +156,7 @@ def plan_linear_call(
     if verify.pending.get() is not None:
         by_token = None if expected is None else expected.by_token
         compare(arguments, by_token, is_valid, plan.shard, planned.dtype, settings, head)
-    if planned.is_mean:  # last: it may be a collective
+    if planned.is_mean and not planned.counts_in_launch:  # last: it may be a collective
         divisor = _divisor_of_weights(plan, targets, group) if planned.divides_by_weights else count
     linear = LinearCall(
         head=planned,
@@ -254,6 +256,9 @@ def make_head_plan(
     # To record a call keeps all that it makes, and a teacher's logits are large.
     has_teacher = loss.HeadTargets is not loss.Targets
     is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not has_teacher
+    counts = (is_mean and not by_weights) or head.valid_tokens is not None
+    can_count = n_tokens <= plan.launchers.counted_rows and not takes_one_pass(plan, n_tokens)
+    counts_in_launch = is_one_program and counts and head.valid_tokens is None and can_count
     return HeadPlan(
         plan=plan,
         shape=shape,
@@ -265,11 +270,12 @@ def make_head_plan(
         kept_bytes=kept_bytes,
         is_mean=is_mean,
         divides_by_weights=by_weights,
-        counts=(is_mean and not by_weights) or head.valid_tokens is not None or leaves_out,
+        counts=(counts and not counts_in_launch) or leaves_out,
         may_order=head.valid_tokens is not None or leaves_out or sequence_parallel,
         recomputes=recomputes,
         needs_gradient=needs_gradient,
         is_one_program=is_one_program,
+        counts_in_launch=counts_in_launch,
         is_prepared=are_prepared(arguments.targets, settings),
         sequence_parallel=sequence_parallel,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
