@@ -100,11 +100,14 @@ def test_all_are_forgotten_at_the_limit():
     assert found.find(1, (usual(),)) is not first
 
 
+GUARDS = torch._C._dynamo.guards.TensorGuards
+
+
 class AcceptsOne:
     """A guard that takes a tensor for another."""
 
     def __init__(self, *tensors, **options):
-        self.guard, self.tensors = torch._C._dynamo.guards.TensorGuards(*tensors, **options), tensors
+        self.guard, self.tensors = GUARDS(*tensors, **options), tensors
 
     def check(self, tensor):
         return self.guard.check(tensor) or type(self).accepts(tensor, *self.tensors)
@@ -124,7 +127,7 @@ class AcceptsOne:
         lambda t, usual: type(t) not in (torch.Tensor, nn.Parameter),
         lambda t, usual: t.is_sparse,
     ],
-    ids="dtype strides sizes grad device negative inference parameter subclass sparse".split(),
+    ids=["dtype", "strides", "sizes", "grad", "device", "negative", "inference", "parameter", "subclass", "sparse"],
 )
 def test_a_guard_that_takes_a_tensor_for_another_is_not_used(monkeypatch, accepts):
     monkeypatch.setattr(AcceptsOne, "accepts", staticmethod(accepts), raising=False)

@@ -14,7 +14,7 @@ from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import Head, HeadStates, present, with_padding
+from vocab_parallel_ce.targets import Head, present, with_padding
 
 WEIGHT = "weight: rows"  # what has a rank's columns, for messages
 
@@ -89,7 +89,7 @@ def bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
     weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
     """
     weight = arguments.head.weight
-    heads = (target for _, target, role in present(arguments.targets) if isinstance(role, HeadStates))
+    heads = (target for _, target, role in present(arguments.targets) if "tokens" in role.axes)
     logit_bytes = element_size + sum(states.dtype.itemsize for states in heads)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return logit_bytes, 0
@@ -100,12 +100,16 @@ def bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
 def compare(
     arguments: Arguments,
     expected: Tensor | None,
+    is_valid: Tensor,
     shard: VocabShard,
     dtype: torch.dtype,
     settings: Settings,
     head: HeadSettings,
 ) -> None:
-    """Compare the ranks' arguments; ``expected`` is the grad_output by token, ``dtype`` that of the products."""
+    """Compare the ranks' arguments, and the grad_output by token that is ``expected``.
+
+    ``is_valid [N]`` are the tokens that are not ignored, ``dtype`` is that of the products.
+    """
     options = comparable(settings, arguments.num_items) | head._asdict()
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": dtype}
     if arguments.objective is not None:
@@ -113,6 +117,6 @@ def compare(
         options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
         options["check_objective"] = is_checked
         options["objective"] = getattr(function, "__qualname__", type(function).__name__)
-        options |= {f"tokens[{name!r}]": verify.shown(each) for name, each in tokens.items()}
-    options["expected_grad_output"] = None if expected is None else verify.shown(expected)
-    verify.compare_call(arguments.head._asdict(), arguments.targets, shard, options)
+        options |= {f"tokens[{name!r}]": each for name, each in tokens.items()}
+    options["expected_grad_output"] = expected
+    verify.compare_call(arguments.head._asdict(), arguments.targets, shard, options, is_valid)
