@@ -75,24 +75,11 @@ class Kinds:
         kind = self.last.get((facts, is_given))
         if kind is not None and kind.fits(*given):  # never if a tensor is given twice
             return kind
-        key = (
-            facts,
-            is_given,
-            *[
-                (
-                    type(t),
-                    t.dtype,
-                    t.shape,
-                    t.stride(),
-                    t.device,
-                    t.layout,
-                    t.requires_grad,
-                    t.is_inference(),
-                    t.is_neg(),
-                )
-                for t in given
-            ],
-        )
+        forms = [
+            (type(t), t.dtype, t.shape, t.stride(), t.device, t.layout, t.requires_grad, t.is_inference(), t.is_neg())
+            for t in given
+        ]
+        key = facts, is_given, *forms
         kind = self.by_key.get(key)
         if kind is None:
             if not all([type(t) in PLAIN for t in given]):

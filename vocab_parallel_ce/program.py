@@ -130,7 +130,7 @@ def _written(
             if (a0 | a1) % 16: return None
             t3 = allocate(*layout3)
             a3 = t3.data_ptr()
-            function0(grid0, 1, 1, current_stream0(device), *start0, a0, a1, 0, a3, *others0)
+            function0(grid0, 1, 1, current_stream0(device), *start0, a0, a1, None, a3, *others0)
             return (t3, )
     """
     first: Any = tensors[0]
@@ -148,7 +148,7 @@ def _written(
         if step.current_stream is None:
             lines.append(f"function{n}({', '.join(['None' if i == nothing else f't{i}' for i in taken])})")
             continue
-        addresses = ", ".join(["0" if i == nothing else f"a{i}" for i in taken])  # kernels take none for None
+        addresses = ", ".join(["None" if i == nothing else f"a{i}" for i in taken])
         arguments = f"({addresses}, *others{n})" if step.has_sequence else f"{addresses}, *others{n}"
         lines.append(f"function{n}(grid{n}, 1, 1, current_stream{n}(device), *start{n}, {arguments})")
     lines.append(f"return ({''.join(['None, ' if i == nothing else f't{i}, ' for i in returned])})")

@@ -1,7 +1,7 @@
 """Programs: a call that launches again what an earlier call launched has the bits of a call that works it out."""
 
 import gc
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -80,7 +80,7 @@ class Watched:
     """What programs answer, and the kernels that are launched outside of them."""
 
     def __init__(self):
-        self.answers, self.kernels = [], set()
+        self.answers, self.kernels, self.patches = [], set(), ExitStack()
 
     def __enter__(self):
         launch, make = Launch.__call__, program.program_of
@@ -100,17 +100,12 @@ class Watched:
             self.kernels.add(made.kernel.fn.__name__)
             return launch(made, *arguments)
 
-        self.patches = (
-            patch.object(program, "program_of", lambda *arguments: watched(make(*arguments))),
-            patch.object(Launch, "__call__", watched_launch),
-        )
-        for each in self.patches:
-            each.start()
+        self.patches.enter_context(patch.object(program, "program_of", lambda *record: watched(make(*record))))
+        self.patches.enter_context(patch.object(Launch, "__call__", watched_launch))
         return self
 
     def __exit__(self, *error):
-        for each in self.patches:
-            each.stop()
+        self.patches.close()
 
 
 def in_programs(device):
@@ -298,7 +293,7 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
     assert made.run(tensor, None) == (tensor, None)
     own, repeated = passed
     assert own[:5] == repeated[:5] == (3, 1, 1, -1, "start")
-    of_kernel = [tensor.data_ptr(), 0, 1.5, 7, 2]
+    of_kernel = [tensor.data_ptr(), None, 1.5, 7, 2]
     assert [[*(args[5] if has_sequence else args[5:])] for args in passed] == [of_kernel, of_kernel]
 
 

@@ -98,6 +98,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",
     "api/": "tests/logits/test_metrics.py tests/conformance/test_logits.py",
     "program": PROGRAMS,
+    "kinds": "tests/core/test_kinds.py",
     "run": f"{MODES} {PROGRAMS} tests/logits tests/linear tests/core tests/soft tests/ranks",
     "": f"{MODES} tests/logits tests/linear tests/core tests/soft tests/ranks",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -84,9 +83,10 @@ class Launch:
         if device >= 0 and device != current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
-        special = functools.reduce(or_, addresses) % VECTOR_BYTES or max(sizes) >= 2**31 or is_observed()
+        is_aligned = all([not address or address % VECTOR_BYTES == 0 for address in addresses])
+        special = not is_aligned or max(sizes) >= 2**31 or not can_launch(device)
         variant, others = None if special else self.variants.get(key), self.values + sizes + self.tail
         if variant is not None:
             variant.run(n_programs, device, addresses, others)
@@ -109,7 +109,7 @@ class Variant(NamedTuple):
     current_stream: Callable[[int], int]
     compiled: Any
 
-    def run(self, grid: int, device: int, addresses: list[int], others: tuple[Any, ...]) -> None:
+    def run(self, grid: int, device: int, addresses: list[int | None], others: tuple[Any, ...]) -> None:
         """Launch on the current stream of ``device``: the kernel's arguments are addresses, then ``others``."""
         start = grid, 1, 1, self.current_stream(device), *self.start
         arguments = *addresses, *others
@@ -131,15 +131,11 @@ class Variant(NamedTuple):
         return cls(run.launch, (*start, metadata, None, *nothing, *nothing, *types), True, stream, compiled)
 
 
-def is_observed() -> bool:
-    """Whether a profiler observes launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 def can_launch(device: int) -> bool:
-    """Whether a variant can be launched on ``device`` as it is: it is the current one, and nobody observes."""
-    return (device < 0 or device == current_device()) and not is_observed()
+    """Whether a variant can be launched on ``device`` as it is: it is the current one, and no profiler observes."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    is_observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return (device < 0 or device == current_device()) and not is_observed
 
 
 def _takes_more(run: Any) -> bool:

@@ -18,17 +18,17 @@ from vocab_parallel_ce.program import Step, recording
 def step_of(launch: Launch, n_programs: int, sizes: Any, dtypes: tuple[Any, ...]) -> Step:
     """What stands for ``Variant.step``: an interpreted kernel that gets addresses."""
 
-    def run(*arguments: int) -> None:
+    def run(*arguments: Any) -> None:
         tensors = [_at(*each) for each in zip(arguments[4:], dtypes, strict=True)]
         launch.kernel[(n_programs,)](*tensors, *launch.values, *sizes, **launch.constants, **launch.compiler)
 
     return Step(run, n_programs, abs)
 
 
-def _at(address: int, dtype: torch.dtype | None) -> torch.Tensor | None:
+def _at(address: int | None, dtype: torch.dtype | None) -> torch.Tensor | None:
     """Return a tensor of one element in memory that somebody else has; a kernel goes on from there."""
-    if dtype is None:
-        assert address == 0
+    assert (address is None) == (dtype is None)
+    if address is None or dtype is None:
         return None
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
