@@ -107,7 +107,7 @@ def check_no_trace() -> None:
 
 
 def check_no_double_backward(refusal: str = "cross-entropy:") -> None:
-    """Raise RuntimeError if autograd records backward, with the subject of ``refusal``, another error."""
+    """Raise RuntimeError if autograd records backward; its subject is that of ``refusal``, an error's text."""
     if torch.is_grad_enabled():
         name = refusal.partition(":")[0]
         raise RuntimeError(

@@ -30,7 +30,7 @@ def _guards() -> Callable[..., Any] | None:
     try:
         guards: Callable[..., Any] = torch._C._dynamo.guards.TensorGuards
         with torch.inference_mode(False), torch.no_grad():
-            usual = torch.zeros(2, 2, device="cpu")
+            usual = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
             others = [
                 *(usual.double(), usual[:1], usual.unsqueeze(0), usual.t(), usual[:1].expand(2, 2), usual.to("meta")),
                 *(torch.nn.Parameter(usual, requires_grad=False), usual.as_subclass(_Subclass), usual.to_sparse()),
@@ -63,7 +63,7 @@ class Kinds:
     def __init__(self, most: int = MOST_KINDS) -> None:
         self.most = most
         self.by_key: dict[Hashable, Kind] = {}
-        self.last: dict[Hashable, Kind] = {}  # by the facts, and which tensors are given
+        self.last: dict[Hashable, Kind] = {}  # by facts, which tensors are given, and inference mode
 
     def find(self, facts: Hashable, tensors: Sequence[Any]) -> Kind | None:
         """Return the kind of a call of ``facts`` with ``tensors`` and None; None if one is of another type.
@@ -72,7 +72,9 @@ class Kinds:
         """
         is_given = tuple(map(is_not, tensors, repeat(None)))
         given = tuple(compress(tensors, is_given))
-        kind = self.last.get((facts, is_given))
+        # In inference mode the guard takes an inference tensor and another for one kind.
+        usual = facts, is_given, torch.is_inference_mode_enabled()
+        kind = self.last.get(usual)
         if kind is not None and kind.fits(*given):  # never if a tensor is given twice
             return kind
         forms = [
@@ -87,7 +89,7 @@ class Kinds:
             if len(self.by_key) >= self.most:
                 self.forget()
             kind = self.by_key[key] = Kind(given)
-        self.last[facts, is_given] = kind
+        self.last[usual] = kind
         return kind
 
     def forget(self) -> None:

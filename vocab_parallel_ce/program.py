@@ -207,7 +207,7 @@ class Programs:
         """Return ``function(*others, *tensors)``.
 
         The kind of the call and ``key`` say which function it is and all that its launches depend on, except memory.
-        With the key None, the function and the form of the tensors say it.
+        Without a key, None, it is the function and what kind of tensors it gets.
         """
         if recording.record is not None:  # of a larger function, which has the program
             return function(*others, *tensors)

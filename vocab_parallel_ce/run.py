@@ -195,7 +195,7 @@ def launched(
 ) -> tuple[Any, ...]:
     """Return ``function(plan, *others, *tensors)``, where the kind of call does not say in which form the tensors are.
 
-    It says what the function launches for ``others``.
+    ``others`` are no part of a program's key: what is launched may depend on them only as far as the kind says it.
     """
     return plan.run(None, function, tensors, plan, *others)
 
@@ -287,7 +287,9 @@ def run_backward(
         raise RuntimeError(checks.IN_TRANSFORM)
     if any(map(Tensor.is_neg, used)):  # kernels read their memory
         grads = tuple([None if grad is None else grad.resolve_neg() for grad in grads])
-    if len(used) > len({*map(id, used)}):  # one of two outputs: a kind is found faster if it is not given twice
+    if len(used) > 1 and len(used) > len(
+        {*map(id, used)}
+    ):  # one of two outputs: a kind is found faster if it is not given twice
         grads = tuple([None if grad is None else grad.detach() for grad in grads])
     if not used:
         return None

@@ -49,7 +49,7 @@ class Head(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a target holds, and one for each of what: the facts by which the functions below treat it.
+    """What a target holds, and along which axes: the facts by which the functions below treat it.
 
     ``kind`` is ``"ids"``, integers; ``"numbers"`` of any floating-point dtype, which become that of the arithmetic;
     ``"logits"``, or probabilities, read in their own dtype; or ``"head"``, a tensor of another head. ``axes`` are in
@@ -107,9 +107,9 @@ def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
     if role.kind == "ids":
         checks.check_labels(target, tokens.tensor, tokens.subject, name)
     else:
+        if role.kind == "head":
+            checks.check_parameter(name, target)
         checks.expect(name, target, DTYPES[role.kind], on=tokens.tensor, subject=tokens.subject)
-    if role.kind == "head":
-        checks.check_parameter(name, target)
     check_shape(name, target, role, tokens)
 
 
@@ -123,7 +123,8 @@ def check_shape(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
             raise ValueError(f"{name}: expected 1 element, or the shape of the labels, {of_tokens}, got shape {shape}")
     elif role.axes == ("rows", "k"):
         if shape[:-1] != of_tokens or not shape or shape[-1] == 0:
-            expected = f"[{', '.join(map(str, (*of_tokens, 'k')))}] with at least one id per token"
+            one = "id" if role.kind == "ids" else "number"
+            expected = f"[{', '.join(map(str, (*of_tokens, 'k')))}] with at least one {one} per token"
             remedy = f"; for one id pass {name}.unsqueeze(-1)" if shape == of_tokens else ""
             raise ValueError(f"{name}: shape must be {expected}, got {shape}{remedy}")
     elif role.same_columns and target.shape != tokens.tensor.shape:

@@ -81,6 +81,24 @@ def test_a_tensor_that_is_given_twice(found):
     assert found.find("facts", (x, y)) is kind is found.find("facts", (y, y))
 
 
+@pytest.mark.parametrize("first", (usual, in_inference_mode))
+def test_an_inference_tensor_is_another_kind_in_inference_mode_too(found, first):
+    second = usual() if first is in_inference_mode else in_inference_mode()
+    with torch.no_grad():
+        kind = found.find("facts", (first(),))
+    with torch.inference_mode():
+        assert found.find("facts", (second,)) is not kind
+
+
+def test_the_guard_is_used_whatever_the_default_dtype(monkeypatch):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert kinds._guards() is not None
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_what_has_no_kind(found):
     assert found.find("facts", (usual().as_subclass(Subclass),)) is None
     assert not found.by_key

@@ -155,7 +155,7 @@ def _fill_gradient(
     """Fill a chunk's ``d_logits``, and its outputs if there are some."""
     linear, parts = products.linear, list[Part]()
     plan, divisor = linear.call.plan, linear.call.divisor
-    counts = linear.head.is_mean and divisor is None  # in the launch of the outputs
+    counts = outputs is not None and linear.head.counts_in_launch
     count = make(logits, 1, dtype=torch.int32) if counts else None
     targets = plan.loss.at(products.targets, rows)
     of_parts = parts_of(logits.shape[0], 1 if outputs is None else plan.n_ranks)
