@@ -73,8 +73,8 @@ class Kinds:
         is_given = tuple(map(is_not, tensors, repeat(None)))
         given = tuple(compress(tensors, is_given))
         # In inference mode the guard takes an inference tensor and another for one kind.
-        usual = facts, is_given, torch.is_inference_mode_enabled()
-        kind = self.last.get(usual)
+        summary = facts, is_given, torch.is_inference_mode_enabled()
+        kind = self.last.get(summary)
         if kind is not None and kind.fits(*given):  # never if a tensor is given twice
             return kind
         forms = [
@@ -89,7 +89,7 @@ class Kinds:
             if len(self.by_key) >= self.most:
                 self.forget()
             kind = self.by_key[key] = Kind(given)
-        self.last[usual] = kind
+        self.last[summary] = kind
         return kind
 
     def forget(self) -> None:

@@ -287,9 +287,7 @@ def run_backward(
         raise RuntimeError(checks.IN_TRANSFORM)
     if any(map(Tensor.is_neg, used)):  # kernels read their memory
         grads = tuple([None if grad is None else grad.resolve_neg() for grad in grads])
-    if len(used) > 1 and len(used) > len(
-        {*map(id, used)}
-    ):  # one of two outputs: a kind is found faster if it is not given twice
+    if len(used) > 1 and len(used) > len({*map(id, used)}):  # a kind is found faster if none is given twice
         grads = tuple([None if grad is None else grad.detach() for grad in grads])
     if not used:
         return None
