@@ -171,7 +171,8 @@ def compare(report: Report) -> None:
 
     Does nothing if no call is pending: the others have this rank's report already.
     """
-    call = pending.get()
+    # A compiler breaks the graph of a call that is verified, and cannot look at a context variable.
+    call = None if torch.compiler.is_dynamo_compiling() else pending.get()
     if call is None:
         return
     facts = {name: _shown(fact) if isinstance(fact, Tensor) else fact for name, fact in report.facts.items()}

@@ -92,11 +92,16 @@ def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them():
     with pytest.raises(TypeError, match="^z_loss: "):  # equal to 1, and no number
         vocab_parallel_cross_entropy(*CALL, z_loss=True)
     vocab_parallel_cross_entropy(*CALL, z_loss=0.1)
+
+    def refused():
+        with pytest.raises(ValueError, match="^label_smoothing: "):
+            vocab_parallel_cross_entropy(*CALL, label_smoothing=2.0)
+
+    refused()
     before = entries()
     for step in range(3):
         vocab_parallel_cross_entropy(CALL[0] + step, CALL[1], z_loss=0.1)
-        with pytest.raises(ValueError, match="^label_smoothing: "):  # errors are not remembered
-            vocab_parallel_cross_entropy(*CALL, label_smoothing=2.0)
+        refused()  # what stands for its settings is remembered, no error
     assert entries() == before
     vocab_parallel_cross_entropy(*CALL, z_loss=0.2734375)
     assert entries() > before
