@@ -107,9 +107,9 @@ def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
     if role.kind == "ids":
         checks.check_labels(target, tokens.tensor, tokens.subject, name)
     else:
-        if role.kind == "head":
-            checks.check_parameter(name, target)
         checks.expect(name, target, DTYPES[role.kind], on=tokens.tensor, subject=tokens.subject)
+    if role.kind == "head":
+        checks.check_parameter(name, target)
     check_shape(name, target, role, tokens)
 
 
