@@ -84,7 +84,7 @@ def shape_of_tokens(hidden: Tensor, n_ranks: int, head: HeadSettings) -> tuple[i
     return (first * n_ranks if head.sequence_parallel else first, *others)
 
 
-def bytes_of(arguments: Arguments, element_size: int) -> tuple[int, int]:
+def bytes_of_chunk(arguments: Arguments, element_size: int) -> tuple[int, int]:
     """Return the bytes of a chunk for each token and column, a teacher's logits included, and of an element of the
     weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
     """

@@ -74,6 +74,13 @@ def forward_with_gradients(
     """
     if linear.is_one_program:
         return *_of_one_program(linear, local, targets, wanted), ()
+    return _chunk_by_chunk(linear, local, targets, wanted)
+
+
+def _chunk_by_chunk(
+    linear: LinearCall, local: Head, targets: Any, wanted: Wanted
+) -> tuple[TokenOutputs, Gradients, Stats]:
+    """Return the same, of a call that may have a program too."""
     outputs, by_row = _new_outputs(linear, local.hidden)
     products = Products(linear, local, targets, wanted)
     stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
@@ -96,9 +103,9 @@ def _of_one_program(linear: LinearCall, local: Head, targets: Any, wanted: Wante
 def _one_chunk(plan: Plan, linear: LinearCall, wanted: Wanted, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the outputs and the gradients of a call of one chunk and one rank."""
     hidden, weight, bias, divisor, is_valid, *targets = tensors
-    linear = linear._replace(call=linear.call._replace(divisor=divisor), is_valid=is_valid, is_one_program=False)
+    linear = linear._replace(call=linear.call._replace(divisor=divisor), is_valid=is_valid)
     local = Head(hidden, weight, bias)  # type: ignore[arg-type]
-    outputs, gradients, _ = forward_with_gradients(linear, local, plan.loss.Targets(*targets), wanted)
+    outputs, gradients, _ = _chunk_by_chunk(linear, local, plan.loss.Targets(*targets), wanted)
     return *outputs, *gradients
 
 

@@ -14,7 +14,7 @@ from vocab_parallel_ce.head.arguments import (
     WEIGHT,
     Arguments,
     autocast_dtype,
-    bytes_of,
+    bytes_of_chunk,
     compare,
     shape_of_tokens,
     with_local_rows,
@@ -244,7 +244,7 @@ def make_head_plan(
     shape = shape_of_tokens(hidden, n_ranks, head)
     by_weights = loss.divides_by_weights and has_weights(arguments.targets)
     n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
-    by_default = default_tokens(hidden.shape[-1], *bytes_of(arguments, element_size))
+    by_default = default_tokens(hidden.shape[-1], *bytes_of_chunk(arguments, element_size))
     chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes, by_default)
     if sequence_parallel:
         chunk = max(n_ranks, chunk // n_ranks * n_ranks)

@@ -265,9 +265,9 @@ class Products:
         n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
         made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest
         longest = made[0].stop - made[0].start if made else 0
-        shape, dtype = (longest, weight.shape[0]), linear.head.dtype
+        shape = longest, weight.shape[0]
         self.buffer = make(self.weight, *shape, dtype=linear.head.logits_dtype)
-        self.d_buffer = make(self.weight, *shape, dtype=dtype) if has_d_buffer else None
+        self.d_buffer = make(self.weight, *shape, dtype=linear.head.dtype) if has_d_buffer else None
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
             # A factor that only backward knows multiplies the fp32 sum.
