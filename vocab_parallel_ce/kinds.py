@@ -68,7 +68,7 @@ class Kinds:
     def find(self, facts: Hashable, tensors: Sequence[Any]) -> Kind | None:
         """Return the kind of a call of ``facts`` with ``tensors`` and None; None if one is of another type.
 
-        Raises what a thing that is no tensor, or facts without a hash, raise.
+        Raises AttributeError for what is no tensor, and TypeError for facts without a hash.
         """
         is_given = tuple(map(is_not, tensors, repeat(None)))
         given = tuple(compress(tensors, is_given))

@@ -74,7 +74,7 @@ class HeadSettings(NamedTuple):
 
 
 def known(settings: Settings | HeadSettings) -> object:
-    """Return what stands for the values and the types of settings: an object. 1, 1.0 and True are equal.
+    """Return an object, the same for settings of equal values and types: 1, 1.0 and True are equal, but not one type.
 
     Raises TypeError if a value has no hash.
     """

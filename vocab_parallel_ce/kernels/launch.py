@@ -107,7 +107,7 @@ class Variant(NamedTuple):
     start: tuple[Any, ...]
     has_sequence: bool  # the kernel's arguments are one argument
     current_stream: Callable[[int], int]
-    compiled: Any
+    compiled: Any  # held, as by a Step
 
     def run(self, grid: int, device: int, addresses: list[int | None], others: tuple[Any, ...]) -> None:
         """Launch on the current stream of ``device``: the kernel's arguments are addresses, then ``others``."""
