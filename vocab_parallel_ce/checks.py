@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
@@ -83,9 +83,12 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
 def check_no_transforms(*tensors: object) -> None:
     """Raise TypeError inside a ``torch.func`` transform, and for tensors of forward-mode AD."""
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         raise TypeError(IN_TRANSFORM)
     # The public unpack_dual takes a microsecond to say that there is no level.
     if getattr(forward_ad, "_current_level", 0) < 0:
@@ -106,14 +109,12 @@ def check_no_trace() -> None:
         )
 
 
-def check_no_double_backward(refusal: str = "cross-entropy:") -> None:
-    """Raise RuntimeError if autograd records backward; its subject is that of ``refusal``, an error's text."""
-    if torch.is_grad_enabled():
-        name = refusal.partition(":")[0]
-        raise RuntimeError(
-            f"{name}: expected backward without create_graph, got one with it, though its gradient cannot be "
-            "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
-        )
+def recorded_backward(name: str = "cross-entropy") -> RuntimeError:
+    """Return the error of a backward that autograd records."""
+    return RuntimeError(
+        f"{name}: expected backward without create_graph, got one with it, though its gradient cannot be "
+        "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
+    )
 
 
 def expect(

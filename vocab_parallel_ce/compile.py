@@ -306,7 +306,8 @@ def _nothing(argument: Any) -> Any:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    checks.check_no_double_backward()
+    if torch.is_grad_enabled():
+        raise checks.recorded_backward()
     first, *saved = pytree.tree_unflatten(list(ctx.saved_tensors), ctx.structure)
     used = {name: grad for name, grad in zip(ctx.names, grads, strict=False) if grad is not None}
     if not used:

@@ -38,7 +38,7 @@ class _Record(NamedTuple):
     spans: tuple[range, ...]  # the bytes from the first to the last of each gradient
 
 
-_RECORD = "_vocab_parallel_ce_overwritten"
+OVERWRITTEN = "_vocab_parallel_ce_overwritten"  # of a storage: its _Record
 _OLDEST = 2**63  # for a leaf: its loss may have run in another thread, which counts its own sequence numbers
 # Of this thread: the number of the next autograd node. A private function: without it no node is new.
 current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: _OLDEST)
@@ -51,11 +51,11 @@ def mark_overwritten(logits: Tensor, version_before: int, age: int) -> None:
     :func:`current_age` of the loss's forward.
     """
     storage = logits.untyped_storage()
-    earlier = getattr(storage, _RECORD, None)
+    earlier = getattr(storage, OVERWRITTEN, None)
     spans = earlier.spans if earlier is not None and earlier.version == version_before else ()
     base = logits._base
     age = _OLDEST if (logits if base is None else base).is_leaf else age
-    setattr(storage, _RECORD, _Record(logits._version, age, (*spans, _span(logits))))
+    setattr(storage, OVERWRITTEN, _Record(logits._version, age, (*spans, _span(logits))))
 
 
 def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
@@ -63,7 +63,7 @@ def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
 
     Skips the check while a CUDA graph is captured, and on other streams, where it is warmed up.
     """
-    record: _Record | None = getattr(logits.untyped_storage(), _RECORD, None)
+    record: _Record | None = getattr(logits.untyped_storage(), OVERWRITTEN, None)
     if record is None or logits.is_inference() or logits._version > record.version:
         return
     node = (logits if logits._base is None else logits._base).grad_fn
@@ -98,7 +98,7 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _has_gil: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
-_expected: dict[bool, tuple[Any, ...]] = {}  # for logits that are no view, and for a view
+expected: dict[bool, tuple[Any, ...]] = {}  # for logits that are no view, and for a view
 
 
 def can_tell() -> bool:
@@ -109,7 +109,7 @@ def can_tell() -> bool:
 
 def measure() -> None:
     """Measure the counts of logits that nobody shares, unless that was done or something disturbs it."""
-    if len(_expected) == 2 or not can_tell():
+    if len(expected) == 2 or not can_tell():
         return
     assert _modes is not None
     # A tracer or a mode may hold what it sees. Counts that are too high would hide a reader later.
@@ -119,7 +119,7 @@ def measure() -> None:
         source = torch.ones(2, 2, device="cpu", requires_grad=True)
         for is_view in (False, True):
             loss = _SavesLogits.apply((source * 1).view(1, 4) if is_view else source * 1)
-            _expected[is_view] = _counts(loss.grad_fn.saved_tensors)
+            expected[is_view] = _counts(loss.grad_fn.saved_tensors)
 
 
 def is_sole_owner(saved: tuple[Any, ...]) -> bool:
@@ -127,9 +127,9 @@ def is_sole_owner(saved: tuple[Any, ...]) -> bool:
 
     ``saved`` is a tuple of ``ctx.saved_tensors``, and the caller must hold its tensors in no other way.
     """
-    if len(_expected) < 2 or _keeps_graph is None or _keeps_graph():
+    if len(expected) < 2 or _keeps_graph is None or _keeps_graph():
         return False
-    return _counts(saved) == _expected[saved[0]._is_view()]
+    return _counts(saved) == expected[saved[0]._is_view()]
 
 
 def _counts(saved: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -73,17 +73,12 @@ class HeadSettings(NamedTuple):
     keep_logits: str = "none"
 
 
-def known(settings: Settings | HeadSettings) -> object:
+@functools.lru_cache(maxsize=1024, typed=True)
+def known(*settings: Any) -> object:
     """Return an object, the same for settings of equal values and types: 1, 1.0 and True are equal, but not one type.
 
     Raises TypeError if a value has no hash.
     """
-    size = getattr(settings, "vocab_size", None)
-    return _known(*settings, *size) if isinstance(size, VocabShard) else _known(*settings)
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _known(*values: Any) -> object:
     return object()
 
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import fewest_rows_of_one_pass, units_of
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.in_place import check_not_overwritten
+from vocab_parallel_ce.in_place import OVERWRITTEN, check_not_overwritten
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
@@ -30,9 +31,10 @@ from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.summed import check_summed
 from vocab_parallel_ce.targets import Tokens, are_prepared, check, check_memory, prepare
 
-# A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
-top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+# A private function: a PyTorch without it may have hooks at any time, so "auto" overwrites nothing.
+UNKNOWN = "unknown"
+top_saved_tensor_hooks: Callable[[bool], object] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda is_enough: UNKNOWN
 )
 
 
@@ -100,15 +102,16 @@ def plan_call(
 
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
-    checks.check_no_transforms(logits, *targets, num_items)
-    position = group_position(group)
+    if checks.in_transform() or getattr(forward_ad, "_current_level", 0) >= 0:
+        checks.check_no_transforms(logits, *targets, num_items)
+    position = (0, 1) if group is None else group_position(group)
     in_memory: Any = None
     try:
         if settings.gradient == "auto":
             in_memory = may_overwrite(logits)
         elif settings.gradient == "in_forward":
             in_memory = begins_at_a_boundary(logits), is_view_in_graph(logits)
-        facts = loss, known(settings), position, torch.is_grad_enabled(), in_memory
+        facts = loss, known(*settings), position, torch.is_grad_enabled(), in_memory
         kind = _kinds.find(facts, (logits, *targets))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         kind = None
@@ -118,7 +121,8 @@ def plan_call(
         if kind is not None:
             is_flat = all(t is None or (t.is_contiguous() and not t.is_neg()) for t in (logits, *targets))
             kind.made = plan = plan_of_one_kind(plan) if is_flat else plan
-    check_not_overwritten(logits)
+    if getattr(logits.untyped_storage(), OVERWRITTEN, None) is not None:
+        check_not_overwritten(logits)
     if plan.gradient in IN_PLACE:  # of each call: hooks come and go
         check_no_hooks(plan.gradient, logits)
     prepared = targets
@@ -174,7 +178,7 @@ def plan_of(loss: Loss, logits: Tensor, targets: Any, settings: Settings, rank: 
 def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
     try:
-        return _cached_plan(known(settings), loss, settings, key)
+        return _cached_plan(known(*settings), loss, settings, key)
     except TypeError:  # refused, or cannot be hashed: make_plan says so by name
         pass
     return make_plan(loss, settings, PlanKey(*key))
@@ -272,17 +276,17 @@ def may_overwrite(logits: Tensor) -> bool:
     autograd compares no version of what went through them.
     """
     owner = logits if logits._base is None else logits._base
-    return type(owner) is Tensor and not owner.is_leaf and has_no_hooks()
+    return type(owner) is Tensor and not owner.is_leaf and not top_saved_tensor_hooks(True)
 
 
 def has_no_hooks() -> bool:
     """Whether there are surely no saved-tensor hooks."""
-    return top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
+    return top_saved_tensor_hooks(True) is None
 
 
 def check_no_hooks(gradient: str, logits: Tensor) -> None:
     """Raise ValueError for an explicit in-place mode under saved-tensor hooks, where others would read a gradient."""
-    if top_saved_tensor_hooks is None or has_no_hooks():
+    if top_saved_tensor_hooks(True) in (None, UNKNOWN):
         return
     if torch.is_grad_enabled() and logits.requires_grad:
         raise ValueError(

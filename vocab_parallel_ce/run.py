@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, in_place
 from vocab_parallel_ce.collectives import all_gather_stats
-from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
+from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.program import make, step
@@ -31,7 +32,6 @@ Stats = tuple[Any, ...]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
 N_OUTPUTS, N_GRADS = len(TokenOutputs._fields), len(GradOutputs._fields)  # those after N_GRADS have no gradient
 
-_in_transform = torch._C._are_functorch_transforms_active
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
 
 
@@ -261,8 +261,7 @@ def raise_version(overwritten: Tensor) -> None:
 
 def mark_constants(ctx: Any, outputs: Sequence[Tensor | None], plan: Plan) -> None:
     """Tell autograd which outputs have no gradient."""
-    if plan.constants:
-        ctx.mark_non_differentiable(*[outputs[TokenOutputs._fields.index(name)] for name in plan.constants])
+    ctx.mark_non_differentiable(*[outputs[TokenOutputs._fields.index(name)] for name in plan.constants])
 
 
 def run_backward(
@@ -278,12 +277,13 @@ def run_backward(
     Raises:
         RuntimeError: in a recorded backward or a transform, even if no output was used, and as ``refusals`` says.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals)
-    checks.check_no_double_backward(refusals.second)
+    if torch.is_grad_enabled():
+        raise checks.recorded_backward(refusals.second.partition(":")[0])
     # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
     used = [grad for grad in grads if grad is not None]
-    if _in_transform() or any(map(_is_batch, used)):
+    if checks.in_transform() or any(map(_is_batch, used)):
         raise RuntimeError(checks.IN_TRANSFORM)
     if any(map(Tensor.is_neg, used)):  # kernels read their memory
         grads = tuple([None if grad is None else grad.resolve_neg() for grad in grads])
@@ -312,13 +312,6 @@ def check_loss_alone(grads: GradOutputs) -> None:
             )
 
 
-def mark_written(ctx: Any, kept: Tensor, logits: Tensor, version_before: int) -> None:
-    """Make autograd refuse ``kept``, overwritten through ``logits``; of explicit in-place modes, later losses too."""
-    increment_version(logits)  # the detached alias: of a view in the graph, it would rebuild the node
-    if ctx.call.plan.gradient != "auto":
-        mark_overwritten(kept, version_before, ctx.age)
-
-
 class OverLogits(torch.autograd.Function):
     """Saved: in_forward the gradient, in the logits' memory; else logits, divisor, statistics, targets."""
 
@@ -328,7 +321,8 @@ class OverLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         plan = call.plan
         if plan.gradient == "auto":
-            measure()
+            if len(in_place.expected) < 2:
+                in_place.measure()
         elif plan.gradient != "out_of_place":
             ctx.age = current_age()
         if plan.gradient == "in_forward":
@@ -344,12 +338,17 @@ class OverLogits(torch.autograd.Function):
                 source = walkable(kept)
             outputs, found = forward(call, source, targets)
             ctx.save_for_backward(kept, *found, *targets)
-        mark_constants(ctx, outputs, plan)
+        if plan.constants:
+            mark_constants(ctx, outputs, plan)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         return run_backward(_logits_gradient, ctx, grads, REFUSALS), None, None
+
+
+# Function.apply without what it does for functorch's transforms, which plan_call refuses.
+over_logits: Callable[..., Any] = super(torch.autograd.Function, OverLogits).apply
 
 
 def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
@@ -370,7 +369,10 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         launched(plan, element_mul, (grad, per_row(grads.loss, grad)))
     else:
         new = None if source is grad else grad
-        launched(plan, _gradient, (source, *saved[1:], *with_loss(grads, grad), new))
+        of_outputs = grads if grads.loss is not None else with_loss(grads, grad)
+        plan.run(None, _gradient, (source, *saved[1:], *of_outputs, new), plan)
     if ctx.handed_on:
-        mark_written(ctx, kept, grad, version)
+        increment_version(grad)  # autograd refuses kept; of a view in the graph, kept itself would rebuild the node
+        if plan.gradient != "auto":
+            mark_overwritten(kept, version, ctx.age)  # later losses refuse it
     return grad

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import checks, verify
@@ -33,7 +34,7 @@ from vocab_parallel_ce.losses.kept import KEPT, Kept
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import plan_call
-from vocab_parallel_ce.run import OverLogits, forward
+from vocab_parallel_ce.run import forward, over_logits
 from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.targets import with_padding
 
@@ -116,25 +117,9 @@ def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None
     return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
 
 
-def loss_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
-    """Return the loss, or the record of all that was asked for."""
-    if not settings.outputs:
-        return outputs.loss
-    return Outputs(loss=outputs.loss, **_others(outputs, settings))
-
-
-def log_probs_of(outputs: TokenOutputs, settings: Settings) -> Tensor | Outputs:
-    """Return the log-probabilities, or the record of all that was asked for."""
-    return outputs_of_log_probs(outputs, settings) if settings.outputs else outputs.loss
-
-
-def outputs_of_log_probs(outputs: TokenOutputs, settings: Settings) -> Outputs:
-    """Return the record of the log-probabilities and all that was asked for."""
-    return Outputs(log_probs=outputs.loss, **_others(outputs, settings))
-
-
-def _others(outputs: TokenOutputs, settings: Settings) -> dict[str, Any]:
-    return {name: getattr(outputs, name) for name in settings.outputs}
+def record_of(name: str, found: TokenOutputs, settings: Settings) -> Outputs:
+    """Return the record of the loss, as its field ``name``, and of all that was asked for."""
+    return Outputs(**{name: found.loss}, **{each: getattr(found, each) for each in settings.outputs})
 
 
 # Returns None where the compiler traces no frame of this thread. Private: without it, where it is not imported.
@@ -177,8 +162,8 @@ def public(
                 kwargs["group"] = process_group_of(kwargs["group"])
             if takes_class_weight and "weight" in kwargs:
                 raise TypeError(checks.NOT_WEIGHT)
-            compiles = torch.compiler.is_dynamo_compiling()
-            if not compiles and torch.compiler.is_exporting() and eager_if and eager_if(kwargs):
+            compiles = is_dynamo_compiling()
+            if not compiles and is_exporting() and eager_if and eager_if(kwargs):
                 raise RuntimeError(f"{why}, not torch.export")
             if (compiles or _tracer() is not None) and (
                 verify.is_on
@@ -222,14 +207,14 @@ def run_logits(
     if settings.vocab_size is not None and isinstance(logits, Tensor) and logits.dim() > 1 and not logits.shape[-1]:
         targets, settings = with_padding(targets, settings, *group_position(group))
         logits = F.pad(logits, (0, 1))
-    if is_traced():
+    if is_dynamo_compiling() or is_exporting():  # is_traced, without its frame
         from vocab_parallel_ce.compile import losses
 
         return losses(loss, logits, targets, settings, group, num_items)
     call, targets = plan_call(loss, logits, targets, settings, group, num_items)
     has_graph = torch.is_grad_enabled()
     if has_graph and logits.requires_grad:
-        return TokenOutputs(*OverLogits.apply(logits, targets, call))
+        return TokenOutputs(*over_logits(logits, targets, call))
     with torch.no_grad() if has_graph else nullcontext():  # to enter the first takes microseconds
         return TokenOutputs(*forward(call, walkable(logits), targets)[0])
 

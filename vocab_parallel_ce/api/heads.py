@@ -12,9 +12,8 @@ from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
     keeps_logits,
     label_targets,
-    log_probs_of,
-    loss_of,
     public,
+    record_of,
     run_head,
     split_temperature,
 )
@@ -148,7 +147,8 @@ def linear_cross_entropy(
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors, targets = Head(hidden, weight, bias), Labels(labels, class_weight)
     arguments = Arguments(tensors, targets, group, num_items, main_grad, expected_grad_output)
-    return loss_of(run_head(LABELS, arguments, settings, head), settings)
+    losses = run_head(LABELS, arguments, settings, head)
+    return record_of("loss", losses, settings) if settings.outputs else losses.loss
 
 
 @public(needs_eager)
@@ -219,4 +219,5 @@ def linear_token_log_probs(
         return head_log_probs_at(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
     loss, targets = label_targets(labels, tensor, threshold, kept, requested)
     arguments = Arguments(tensors, targets, group, None, main_grad)
-    return log_probs_of(run_head(loss, arguments, settings, head), settings)
+    losses = run_head(loss, arguments, settings, head)
+    return record_of("log_probs", losses, settings) if requested else losses.loss

@@ -12,10 +12,9 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
     label_targets,
-    log_probs_of,
-    loss_of,
     overwrites,
     public,
+    record_of,
     run_logits,
     split_temperature,
 )
@@ -146,15 +145,16 @@ def vocab_parallel_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        outputs=checked_outputs(outputs),
+        outputs=outputs if outputs == () else checked_outputs(outputs),
     )
-    settings = divided_by(num_items, settings)
+    if num_items is not None:
+        settings = divided_by(num_items, settings)
     loss: Loss = LABELS
     targets: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, targets = SOFT_LABELS, SoftLabels(labels, class_weight)
     losses = run_logits(loss, logits, targets, settings, group=group, num_items=num_items)
-    return loss_of(losses, settings)
+    return record_of("loss", losses, settings) if settings.outputs else losses.loss
 
 
 @public(overwrites)
@@ -251,7 +251,7 @@ def token_log_probs(
         return log_probs_at(logits, Ids(labels, tensor), settings, group=group)
     loss, targets = label_targets(labels, tensor, threshold, kept, requested)
     losses = run_logits(loss, logits, targets, settings, group=group)
-    return log_probs_of(losses, settings)
+    return record_of("log_probs", losses, settings) if requested else losses.loss
 
 
 def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from vocab_parallel_ce.api.call import (
     Outputs,
     label_targets,
-    outputs_of_log_probs,
     public,
+    record_of,
     run_objective,
     split_temperature,
 )
@@ -121,4 +121,4 @@ def linear_objective(
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
     total, found = run_objective(loss, arguments, settings, head)
-    return total, outputs_of_log_probs(found, settings)
+    return total, record_of("log_probs", found, settings)

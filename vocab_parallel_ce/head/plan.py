@@ -182,7 +182,7 @@ def cached_head_plan(
     try:
         tensors, targets, group, _, main_grad, expected, objective = arguments
         state = torch.is_grad_enabled(), autocast_dtype(tensors.hidden), group is None, objective is None
-        facts = loss, known(settings), known(head), position, state
+        facts = loss, known(*settings), known(*head), position, state
         kind = _kinds.find(facts, (*tensors, *targets, main_grad, expected))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         kind = None
