@@ -5,7 +5,7 @@ record is an attribute of the storage. So every tensor of that memory finds it, 
 A write to the logits that autograd sees voids it: PyTorch raises the version of a tensor and its views. It misses
 a replayed CUDA graph that fills static logits, but their autograd node is then younger than the loss.
 
-By default backward writes over the saved logits only if nothing else can still see them (:func:`is_sole_owner`).
+By default backward writes over the saved logits only if nothing else can still see them (:func:`counts_of`).
 Whoever can see a tensor's memory holds a counted reference: to its Python object, to its C++ object
 (other graph nodes do), to its storage (views, ``detach()``, saved outputs and numpy do), or to the storage's Python
 object. For a view the references to its base count too. Weak references to a Python object count as well. Other
@@ -94,22 +94,24 @@ def _span(logits: Tensor) -> range:
 
 # Private functions. Without one of these, nothing is overwritten by default.
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+# Whether the running backward keeps its graph for another.
+keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _has_gil: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
-expected: dict[bool, tuple[Any, ...]] = {}  # for logits that are no view, and for a view
+# The counts of logits that nobody else can see: of no view, and of a view. None if they are not measured.
+alone: list[tuple[Any, ...]] = []
 
 
 def can_tell() -> bool:
     """Return whether this Python and this PyTorch can count references."""
-    measured = _storage_use_count, _keeps_graph, _modes, getattr(Tensor, "_use_count", None)
+    measured = _storage_use_count, keeps_graph, _modes, getattr(Tensor, "_use_count", None)
     return _has_gil and None not in measured
 
 
 def measure() -> None:
     """Measure the counts of logits that nobody shares, unless that was done or something disturbs it."""
-    if len(expected) == 2 or not can_tell():
+    if alone or not can_tell():
         return
     assert _modes is not None
     # A tracer or a mode may hold what it sees. Counts that are too high would hide a reader later.
@@ -117,22 +119,19 @@ def measure() -> None:
         return
     with torch._C.DisableTorchFunction(), torch.enable_grad():  # a function mode may hold them too
         source = torch.ones(2, 2, device="cpu", requires_grad=True)
+        measured = []
         for is_view in (False, True):
             loss = _SavesLogits.apply((source * 1).view(1, 4) if is_view else source * 1)
-            expected[is_view] = _counts(loss.grad_fn.saved_tensors)
+            measured.append(counts_of(loss.grad_fn.saved_tensors))
+        alone[:] = measured
 
 
-def is_sole_owner(saved: tuple[Any, ...]) -> bool:
-    """Return whether nobody but the running backward can see ``saved[0]``, now or later.
+def counts_of(saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Count who can see ``saved[0]``.
 
-    ``saved`` is a tuple of ``ctx.saved_tensors``, and the caller must hold its tensors in no other way.
+    ``saved`` is a tuple of ``ctx.saved_tensors``, and the caller must hold its tensors in no other way. If the counts
+    are in ``alone``, nobody but the running backward can, now or later, unless it :func:`keeps_graph`.
     """
-    if len(expected) < 2 or _keeps_graph is None or _keeps_graph():
-        return False
-    return _counts(saved) == expected[saved[0]._is_view()]
-
-
-def _counts(saved: tuple[Any, ...]) -> tuple[Any, ...]:
     logits = saved[0]
     storage = logits.untyped_storage()
     assert _storage_use_count is not None
@@ -145,9 +144,9 @@ def _counts(saved: tuple[Any, ...]) -> tuple[Any, ...]:
         # Not if another library or another process has the memory. Every CUDA storage says that it is shared.
         storage.resizable() and not (logits.is_cpu and storage.is_shared()),
     )
-    if not logits._is_view():
-        return counts
     base = logits._base
+    if base is None:
+        return counts
     return (*counts, sys.getrefcount(base), base._use_count(), weakref.getweakrefcount(base))
 
 

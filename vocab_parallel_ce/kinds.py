@@ -50,10 +50,10 @@ _GUARDS = _guards()
 class Kind:
     """A kind of call, and what was made for it. One object for all its calls."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self.made: Any = None
         self.fits: Callable[..., bool] = lambda *tensors: False
-        if _GUARDS is not None:
+        if _GUARDS is not None and tensors:
             self.fits = _GUARDS(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
 
 

@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
     stored_rows: int  # the most whose outputs the launch of the statistics stores: of one rank's unreduced loss
     n_outputs: int  # fields of TokenOutputs that are returned: up to the last that is asked for
-    can_launch: Callable[[int], bool] | None  # of kernels; None: plain PyTorch runs
+    launch: ModuleType | None  # of kernels; None: plain PyTorch runs
     is_prepared: bool = False  # whether targets need neither check_memory nor prepare
     # (key, function, tensors, *others): returns function(*others, *tensors), in later calls of one kind by a program.
     run: Callable[..., tuple[Any, ...]] = directly
@@ -139,7 +139,7 @@ def plan_call(
 
 def plan_of_one_kind(plan: Plan) -> Plan:
     """Return the plan for calls whose tensors are as the caller's are here, except in values and memory."""
-    return plan if plan.can_launch is None else plan._replace(run=Programs(plan.can_launch).run)
+    return plan if plan.launch is None else plan._replace(run=Programs(plan.launch).run)
 
 
 def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Plan:
@@ -227,7 +227,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
         mean_over=mean_over,
         stored_rows=launchers.stored_rows if key.n_ranks == 1 and settings.reduction == "none" else 0,
-        can_launch=None if kernels is None else kernels.launch.can_launch,
+        launch=None if kernels is None else kernels.launch,
         n_outputs=1 + TokenOutputs._fields.index(next(reversed(outputs), "loss")),
     )
 

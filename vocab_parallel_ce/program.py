@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.kinds import Kinds
+from vocab_parallel_ce.kinds import Kind, Kinds
 from vocab_parallel_ce.layout import VECTOR_BYTES
 
 Tensors = tuple[Any, ...]  # and None
+Program = Callable[..., Tensors | None]
 MOST_PROGRAMS = 256  # of a kind of call
 
 
@@ -84,17 +85,19 @@ def step(function: Callable[..., object], *tensors: Tensor | None) -> None:
         recording.record.steps.append((Step(function), tensors))
 
 
-class Program(NamedTuple):
-    """What a function launches in calls of one kind."""
-
-    device: int
-    run: Callable[..., Tensors | None]  # of the function's tensors: what it returns, or None if it takes its own way
+def _comes_again(*tensors: Any) -> None:
+    """Stands for the program of a kind that has come once."""
 
 
-def program_of(record: Record, tensors: Tensors, results: Tensors) -> Program | None:
+def _has_none(*tensors: Any) -> None:
+    """Stands for the program of a kind whose function does more than launch."""
+
+
+def program_of(record: Record, tensors: Tensors, results: Tensors, launch: Any) -> Program | None:
     """Return the program of a function that got ``tensors`` and returned ``results``, which it made or got.
 
-    None if the steps are not all that it did.
+    It takes such tensors, and returns such results, or None: then the function has its own way. None in its place if
+    the steps are not all that it did.
     """
     own = [*tensors, None, *record.made]
     # By address: a view of a tensor begins where that does.
@@ -114,17 +117,31 @@ def program_of(record: Record, tensors: Tensors, results: Tensors) -> Program | 
     returned = [next((i for i, each in enumerate(own) if each is result), -1) for result in results]
     if not steps or not all([index in used or 0 <= index < len(tensors) for index in returned]):
         return None
-    return _written(tensors, record.made, steps, returned)  # type: ignore[arg-type]
+    return _written(tensors, record.made, steps, returned, launch)  # type: ignore[arg-type]
+
+
+# As launch.can_launch asks it, without a frame.
+_UNLESS_WATCHED = (
+    "enter, leave = launch.knobs.runtime.launch_enter_hook, launch.knobs.runtime.launch_exit_hook",
+    "if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave): return None",
+)
 
 
 def _written(
-    tensors: Tensors, made: Sequence[Tensor], steps: Sequence[tuple[Step, list[int]]], returned: Sequence[int]
+    tensors: Tensors,
+    made: Sequence[Tensor],
+    steps: Sequence[tuple[Step, list[int]]],
+    returned: Sequence[int],
+    launch: Any,
 ) -> Program:
     """Return the program of these steps as a function in Python that is written here.
 
     Indices are of the tensors, None, and what is made. Of two tensors, and one that is made, it reads::
 
         def run(t0, t1):
+            if recording.record is not None or device != launch.current_device(): return None
+            enter, leave = launch.knobs.runtime.launch_enter_hook, launch.knobs.runtime.launch_exit_hook
+            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave): return None
             a0 = t0.data_ptr()
             a1 = t1.data_ptr()
             if (a0 | a1) % 16: return None
@@ -134,10 +151,14 @@ def _written(
             return (t3, )
     """
     first: Any = tensors[0]
-    names: dict[str, Any] = {"allocate": _allocator(first.device), "device": first.get_device()}
+    device = first.get_device()
+    names: dict[str, Any] = {"allocate": _allocator(first.device), "device": device, "launch": launch}
+    names["recording"] = recording
     nothing, launched = len(tensors), {i for step, taken in steps if step.current_stream for i in taken}
     given = [i for i, t in enumerate(tensors) if t is not None and i in launched]
     lines = [f"def run({', '.join([f't{i}' for i in range(nothing)])}):"]
+    is_current = "" if device < 0 else " or device != launch.current_device()"
+    lines += [f"if recording.record is not None{is_current}: return None", *_UNLESS_WATCHED]
     lines += [f"a{i} = t{i}.data_ptr()" for i in given]
     lines += [f"if ({' | '.join([f'a{i}' for i in given] or '0')}) % {VECTOR_BYTES}: return None"]
     for i, t in enumerate(made, nothing + 1):
@@ -153,7 +174,8 @@ def _written(
         lines.append(f"function{n}(grid{n}, 1, 1, current_stream{n}(device), *start{n}, {arguments})")
     lines.append(f"return ({''.join(['None, ' if i == nothing else f't{i}, ' for i in returned])})")
     exec(_compiled("\n    ".join(lines)), names)
-    return Program(names["device"], names["run"])
+    run: Program = names["run"]
+    return run
 
 
 @functools.lru_cache(maxsize=1024)
@@ -196,12 +218,10 @@ def directly(key: Any, function: Callable[..., Tensors], tensors: Tensors, *othe
 class Programs:
     """The programs of the calls of one kind."""
 
-    def __init__(self, can_launch: Callable[[int], bool]) -> None:
-        self.can_launch = can_launch  # whether launches to a device are now the recorded ones
-        self.forms = Kinds(MOST_PROGRAMS)
-        # By what a function's calls may differ in. None: it does more than launch.
-        self.programs: dict[Any, Program | None] = {}
-        self.called: set[Any] = set()  # keys that have come
+    def __init__(self, launch: Any) -> None:
+        self.launch = launch  # the module
+        self.forms = Kinds(MOST_PROGRAMS)  # of functions and tensors
+        self.named: dict[Any, Kind] = {}  # of functions whose key says all
 
     def run(self, key: Any, function: Callable[..., Tensors], tensors: Tensors, *others: Any) -> Tensors:
         """Return ``function(*others, *tensors)``.
@@ -209,32 +229,26 @@ class Programs:
         The kind of the call and ``key`` say which function it is and all that its launches depend on, except memory.
         Without a key, None, it is the function and what kind of tensors it gets.
         """
-        if recording.record is not None:  # of a larger function, which has the program
-            return function(*others, *tensors)
-        if key is None and (key := self.forms.find((function, tensors[0].shape), tensors)) is None:
-            return function(*others, *tensors)
-        program = self.programs.get(key)
-        if program is not None and self.can_launch(program.device):
-            results = program.run(*tensors)
+        kind = self.named.get(key) if key is not None else self.forms.find((function, tensors[0].shape), tensors)
+        if kind is not None and kind.made is not None:
+            results: Tensors | None = kind.made(*tensors)
             if results is not None:
                 return results
-        return self._own_way(key, function, tensors, others)
+        return self._own_way(key, kind, function, tensors, others)
 
     def _own_way(
-        self, key: Any, function: Callable[..., Tensors], tensors: Tensors, others: tuple[Any, ...]
+        self, key: Any, kind: Kind | None, function: Callable[..., Tensors], tensors: Tensors, others: tuple[Any, ...]
     ) -> Tensors:
         """Call the function. The second time that is recorded."""
-        is_new, has_program = key not in self.called, key in self.programs
-        if is_new:
-            if len(self.called) >= MOST_PROGRAMS:
-                self.called.clear()
-                self.programs.clear()
-            self.called.add(key)
+        if recording.record is not None or (kind is None and key is None):
+            return function(*others, *tensors)  # a larger function has the program, or there is a subclass
+        kind = kind or self.named.setdefault(key, Kind())
+        is_second, kind.made = kind.made is _comes_again, kind.made or _comes_again
         is_aligned = all([t is None or t.data_ptr() % VECTOR_BYTES == 0 for t in tensors])
-        if is_new or has_program or not is_aligned or not self.can_launch(tensors[0].get_device()):
+        if not is_second or not is_aligned or not self.launch.can_launch(tensors[0].get_device()):
             return function(*others, *tensors)
         tensors = _apart(tensors)
         with recorded() as record:
             results = function(*others, *tensors)
-        self.programs[key] = program_of(record, tensors, results)
+        kind.made = program_of(record, tensors, results, self.launch) or _has_none
         return results

@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from vocab_parallel_ce import checks, in_place
 from vocab_parallel_ce.collectives import all_gather_stats
-from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten
+from vocab_parallel_ce.in_place import counts_of, current_age, keeps_graph, mark_overwritten
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.program import make, step
@@ -321,7 +321,7 @@ class OverLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         plan = call.plan
         if plan.gradient == "auto":
-            if len(in_place.expected) < 2:
+            if not in_place.alone:
                 in_place.measure()
         elif plan.gradient != "out_of_place":
             ctx.age = current_age()
@@ -357,7 +357,10 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
     if plan.gradient == "in_forward":
         check_loss_alone(grads)
     # "auto": over the logits if nobody else can see them. It counts references: no variable may hold them before.
-    ctx.handed_on = is_sole_owner(saved) if plan.gradient == "auto" else plan.gradient != "out_of_place"
+    if plan.gradient == "auto":
+        ctx.handed_on = in_place.alone != [] and counts_of(saved) in in_place.alone and not keeps_graph()
+    else:
+        ctx.handed_on = plan.gradient != "out_of_place"
     kept: Tensor = saved[0]
     if ctx.handed_on:
         version = kept._version

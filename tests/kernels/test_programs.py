@@ -1,5 +1,6 @@
 """Programs: a call that launches again what an earlier call launched has the bits of a call that works it out."""
 
+import functools
 import gc
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
@@ -25,7 +26,8 @@ pytest.importorskip("triton")
 from vocab_parallel_ce import program
 from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import Launch, Variant
-from vocab_parallel_ce.program import MOST_PROGRAMS, Programs, Record, Step, program_of, recorded, recording
+from vocab_parallel_ce.kinds import Kind
+from vocab_parallel_ce.program import Programs, Record, Step, program_of, recorded, recording
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS, COLUMNS = 3, 2048
@@ -87,20 +89,22 @@ class Watched:
 
         def watched(made):
             def run(*tensors):
-                results = made.run(*tensors)
+                results = made(*tensors)
                 self.answers.append(results is not None)
                 return results
 
-            return None if made is None else made._replace(run=run)
+            return None if made is None else run
 
         for known in [each for each in gc.get_objects() if type(each) is Programs]:
-            known.programs.update({key: watched(made) for key, made in known.programs.items()})
+            for kind in (*known.forms.by_key.values(), *known.named.values()):
+                if kind.made not in (None, program._comes_again, program._has_none):
+                    kind.made = watched(kind.made)
 
         def watched_launch(made, *arguments):
             self.kernels.add(made.kernel.fn.__name__)
             return launch(made, *arguments)
 
-        self.patches.enter_context(patch.object(program, "program_of", lambda *record: watched(make(*record))))
+        self.patches.enter_context(patch.object(program, "program_of", lambda *given: watched(make(*given))))
         self.patches.enter_context(patch.object(Launch, "__call__", watched_launch))
         return self
 
@@ -289,8 +293,8 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
     launch.variants[-1, torch.float32, None] = variant
     with recorded() as record:
         launch(3, (tensor, None), (7,))
-    made = program_of(record, (tensor, None), (tensor, None))
-    assert made.run(tensor, None) == (tensor, None)
+    made = program_of(record, (tensor, None), (tensor, None), launching)
+    assert made(tensor, None) == (tensor, None)
     own, repeated = passed
     assert own[:5] == repeated[:5] == (3, 1, 1, -1, "start")
     of_kernel = [tensor.data_ptr(), None, 1.5, 7, 2]
@@ -301,44 +305,50 @@ def a_record(*tensors, made=()):
     return Record([(Step(lambda *arguments: None, 1, abs), tensors)], list(made))
 
 
+class OnGpu(torch.Tensor):
+    def get_device(self):
+        return 0
+
+
 @pytest.mark.reference
 def test_what_is_no_program():
+    made_of = functools.partial(program_of, launch=launching)
     a, b, c = torch.zeros(12), torch.zeros(12), torch.zeros(12)
     view = a.view(3, 4)
-    assert program_of(a_record(a, None, b), (a, b, None), (b, None)) is not None
-    assert program_of(a_record(view, b), (a, b), (b,)) is not None
-    assert program_of(a_record(a, b), (a, view, b), (b,)) is None  # which of both does the kernel take?
-    assert program_of(a_record(a, c), (a, b), ()) is None  # c is from elsewhere
-    assert program_of(a_record(a, b), (a, b), (c,)) is None
-    assert program_of(a_record(a, b), (a, b), (a[1:],)) is None  # a view of what it gets
-    assert program_of(a_record(a, b, made=(c,)), (a, b), (c,)) is None  # no step filled c
-    assert program_of(a_record(a, c, made=(c,)), (a, b), (c, b)) is not None
-    assert program_of(Record(), (a, b), (b,)) is None  # nothing is launched
+    assert made_of(a_record(a, None, b), (a, b, None), (b, None)) is not None
+    assert made_of(a_record(view, b), (a, b), (b,)) is not None
+    assert made_of(a_record(a, b), (a, view, b), (b,)) is None  # which of both does the kernel take?
+    assert made_of(a_record(a, c), (a, b), ()) is None  # c is from elsewhere
+    assert made_of(a_record(a, b), (a, b), (c,)) is None
+    assert made_of(a_record(a, b), (a, b), (a[1:],)) is None  # a view of what it gets
+    assert made_of(a_record(a, b, made=(c,)), (a, b), (c,)) is None  # no step filled c
+    assert made_of(a_record(a, c, made=(c,)), (a, b), (c, b)) is not None
+    assert made_of(Record(), (a, b), (b,)) is None  # nothing is launched
     record = a_record(a, b)
     record.steps.append((None, (b,)))
-    assert program_of(record, (a, b), (b,)) is None  # it cannot be launched in C
+    assert made_of(record, (a, b), (b,)) is None  # it cannot be launched in C
     changed = torch.zeros(12).add_(1)
-    assert program_of(a_record(a, b, made=(changed,)), (a, b), (b,)) is None  # by an operator that is no step
-    assert program_of(a_record(a, changed, made=(changed,)), (a, b), (changed,)) is not None
+    assert made_of(a_record(a, b, made=(changed,)), (a, b), (b,)) is None  # by an operator that is no step
+    assert made_of(a_record(a, changed, made=(changed,)), (a, b), (changed,)) is not None
 
 
 @pytest.mark.reference
 def test_what_a_program_leaves_to_its_function(monkeypatch):
-    a, b = torch.zeros(8), torch.zeros(8)
-    own, calls = Programs(launching.can_launch), []
+    a, b = torch.zeros(8).as_subclass(OnGpu), torch.zeros(8)
+    own, calls = Programs(launching), []
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
 
     def function(a, b):
         calls.append(b)
         return b, None
 
-    own.programs["key"] = made = program_of(a_record(a, b), (a, b), (b, None))
+    own.named["key"] = kind = Kind()
+    kind.made = program_of(a_record(a, b), (a, b), (b, None), launching)
     assert own.run("key", function, (a, b)) == (b, None) and calls == []
     assert own.run("key", function, (a, b[1:]))[0].shape == (7,) and len(calls) == 1
-    monkeypatch.setattr(launching, "current_device", lambda: 1)
-    for device, n_calls in ((1, 1), (0, 2)):
-        own.programs["key"] = made._replace(device=device)
-        assert own.run("key", function, (a, b)) == (b, None) and len(calls) == n_calls
-    own.programs["key"] = made
+    with monkeypatch.context() as patched:
+        patched.setattr(launching, "current_device", lambda: 1)
+        assert own.run("key", function, (a, b)) == (b, None) and len(calls) == 2
     monkeypatch.setattr(launching.knobs.runtime, "launch_enter_hook", print)
     assert own.run("key", function, (a, b)) == (b, None) and len(calls) == 3
 
@@ -346,7 +356,7 @@ def test_what_a_program_leaves_to_its_function(monkeypatch):
 @pytest.mark.reference
 def test_what_is_not_recorded(monkeypatch):
     """Neither a first call, nor one that an observer watches; what has no program is recorded once."""
-    own, found, a = Programs(launching.can_launch), [], torch.zeros(8)
+    own, found, a = Programs(launching), [], torch.zeros(8)
 
     def function(a):
         found.append(recording.record is not None)
@@ -360,17 +370,6 @@ def test_what_is_not_recorded(monkeypatch):
     for _ in range(2):
         own.run("key", function, (a,))
     assert found == [False, False, False, True, False]
-
-
-@pytest.mark.reference
-def test_a_kind_that_is_known_forgets_no_program():
-    """One whose function does more than launch comes its own way at each call; a new one at the limit forgets all."""
-    own = Programs(launching.can_launch)
-    own.called, own.programs = set(range(MOST_PROGRAMS)), {0: None, 1: None}
-    own.run(0, lambda a: (), (torch.zeros(1),))
-    assert own.programs == {0: None, 1: None}
-    own.run("new", lambda a: (), (torch.zeros(1),))
-    assert own.programs == {} and own.called == {"new"}
 
 
 @pytest.mark.interpreter

@@ -324,7 +324,7 @@ class Keeps(TorchFunctionMode):
 @pytest.mark.reference
 def test_a_first_call_under_a_function_mode_measures_nothing_wrong(monkeypatch):
     """The mode's references counted as nobody's: from then on logits that a variable held were overwritten."""
-    monkeypatch.setattr(in_place, "expected", {})
+    monkeypatch.setattr(in_place, "alone", [])
     first, second = Program(("auto", "cpu")), Program(("auto", "cpu"))
     with Keeps():
         first.loss(first.logits()).backward()
@@ -350,10 +350,10 @@ def test_another_process_may_see_shared_memory():
 def test_what_cannot_be_counted_is_not_overwritten(monkeypatch, case):
     program = Program(("auto", "cpu"))
     if case == "no private function":
-        monkeypatch.setattr(in_place, "_keeps_graph", None)
+        monkeypatch.setattr(in_place, "keeps_graph", None)
     elif case == "a free-threaded Python":
         monkeypatch.setattr(in_place, "_has_gil", False)
-    monkeypatch.setattr(in_place, "expected", {})
+    monkeypatch.setattr(in_place, "alone", [])
     if case == "a tracer":
         monkeypatch.setattr("sys.gettrace", lambda: print)
     elif case == "never measured":
