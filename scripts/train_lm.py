@@ -221,7 +221,7 @@ def report(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version(),
-        "impl": select(place.device.type, "auto").name,
+        "impl": select(place.device.type)[0],
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
         "parameters": parameters,

@@ -19,9 +19,9 @@ from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, prog
 from tests.support.kernels.launches import Entry, options_of, recorded, wanted
 from tests.support.random.calls import KINDS, Where, run_call
 from tests.support.random.tables import configurations
-from vocab_parallel_ce import distillation_loss, plan, vocab_parallel_cross_entropy
+from vocab_parallel_ce import distillation_loss, plan, selection, vocab_parallel_cross_entropy
 from vocab_parallel_ce.layout import VECTOR_BYTES
-from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, select
+from vocab_parallel_ce.selection import select
 
 ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
@@ -125,12 +125,11 @@ def chosen_as_on_a_gpu(monkeypatch):
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy host more of them wait for each other
-    hopper = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
 
-    def chosen(device, requested, *, workload, gpu):
-        requested = "auto" if requested == "triton" else requested
-        return select("cuda", requested, triton="compiler", workload=workload, gpu=hopper)
+    def chosen(device, requested, obstacle):
+        return select("cuda", "auto" if requested == "triton" else requested, obstacle)
 
+    monkeypatch.setattr(selection, "triton_state", lambda: "compiler")
     monkeypatch.setattr(plan, "select", chosen)
     monkeypatch.setattr(plan, "begins_at_a_boundary", lambda logits: logits.data_ptr() % VECTOR_BYTES == 0)
     monkeypatch.setattr(one_pass, "_multiprocessors", lambda device: 132)

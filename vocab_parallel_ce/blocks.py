@@ -32,30 +32,20 @@ ALL_TILES = 1 << 31
 
 
 class Block(NamedTuple):
-    """Launch shape of a kernel that walks rows."""
+    """Launch shape of a kernel that walks rows.
+
+    The fields after the first three are of the statistics. A row's bits depend on it up to ``units``, so these depend
+    on the row's bytes alone, or on a unit's.
+    """
 
     num_warps: int
-    lanes: int  # rows of the tile
+    lanes: int  # rows of the tile: of statistics threads, with a vector each
     vector: int  # elements of 16 bytes
-
-    def has_edges(self, shard: VocabShard, rows_have: bool) -> bool:
-        """Return whether there are columns in no whole vector. ``rows_have``: rows do not begin or end at lines."""
-        return rows_have or shard.n_valid % self.vector != 0
-
-
-class StatisticsBlock(NamedTuple):
-    """Launch shape of the kernels of statistics. A row's bits depend on it, so it depends on the row's bytes alone."""
-
-    num_warps: int
-    lanes: int  # of a tile: threads, with a vector each
-    vector: int  # elements of 16 bytes
-    tiles: int  # of a part
-    n_parts: int  # of a row, or of a unit
+    tiles: int = 0  # of a part
+    n_parts: int = 0  # of a row, or of a unit
     units: int = 0  # side by side over the lanes; 0: the row is no whole units
-
-    def unit_width(self, shard: VocabShard) -> int:
-        """Return the columns of a unit; of the whole row, with padding, if it is none."""
-        return shard.n_columns // max(self.units, 1)
+    is_cut: bool = False  # each part of a row has a program of its own
+    at_once: int = 1  # parts of logits that a program reads together, if options allow; of pairs unused
 
     def has_edges(self, shard: VocabShard, rows_have: bool) -> bool:
         """Return whether there are columns in no whole vector. ``rows_have``: rows do not begin or end at lines.
@@ -67,19 +57,7 @@ class StatisticsBlock(NamedTuple):
         return rows_have or shard.n_valid % self.vector != 0
 
 
-class StatisticsShape(NamedTuple):
-    """Launch shapes of the kernels of statistics for a number of rows. A row's bits depend on the block alone."""
-
-    block: StatisticsBlock
-    is_cut: bool  # each part of a row has a program of its own
-    at_once: int  # parts of logits that a program reads together, if options allow; of pairs unused
-
-
-class GradientShape(NamedTuple):
-    """Launch shape of a gradient for a number of rows. No bit depends on it."""
-
-    block: Block
-    n_programs: int  # of a row
+StatisticsBlock = Block  # one whose fields of the statistics are set
 
 
 # (row bytes up to, warps, tiles of a part)
@@ -90,16 +68,6 @@ CUT_ROWS, CUT_PARTS = 96, 12
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts together; no fewer than CUT_ROWS
 UNIT_PARTS_AT_ONCE = 4  # of any number of rows of units, whose parts are narrower
 PROGRAMS_OF_FEW_ROWS = 4096  # of a gradient: with fewer, its programs write fewer tiles than the table says
-
-
-def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
-    """Return the launch shape of statistics for rows of ``n_columns`` elements of ``element_size`` bytes."""
-    row_bytes = n_columns * element_size
-    num_warps, tiles = next((warps, tiles) for most, warps, tiles in STATISTICS if row_bytes <= most)
-    lanes, vector = THREADS_PER_WARP * num_warps, VECTOR_BYTES // element_size
-    return StatisticsBlock(num_warps, lanes, vector, tiles, -(-n_columns // (lanes * vector * tiles)))
-
-
 UNITS = 8  # of a vocabulary, for the same bits on 1, 2, 4 and 8 ranks
 
 
@@ -118,36 +86,34 @@ def units_of(shard: VocabShard, rank: int, n_ranks: int, element_size: int) -> i
     return UNITS // n_ranks if is_equal and is_whole and width > 0 and width * element_size % VECTOR_BYTES == 0 else 0
 
 
-def unit_block(shard: VocabShard, units: int, element_size: int) -> StatisticsBlock:
-    """Return the launch shape of statistics of a shard of ``units``. A unit's bits depend on its width alone."""
-    lanes, vector, tiles = THREADS_PER_WARP * units, VECTOR_BYTES // element_size, 2
-    n_parts = -(-shard.n_columns // (lanes * vector * tiles))
-    return StatisticsBlock(units, lanes, vector, tiles, n_parts, units)
-
-
 @functools.lru_cache(maxsize=1024)
-def statistics_shape(
-    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, units: int = 0
-) -> StatisticsShape:
-    """Return the launch shapes of statistics of a shard's rows in ``n_tensors``."""
-    block = unit_block(shard, units, element_size) if units else statistics_block(shard.n_valid, element_size)
-    is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
+def statistics_shape(n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, units: int = 0) -> Block:
+    """Return the launch shape of statistics of a shard's rows, or of its ``units``, in ``n_tensors``."""
+    n_columns, num_warps, tiles = shard.n_columns, units, 2
+    if not units:
+        n_columns = shard.n_valid
+        row_bytes = n_columns * element_size
+        num_warps, tiles = next((warps, tiles) for most, warps, tiles in STATISTICS if row_bytes <= most)
+    lanes, vector = THREADS_PER_WARP * num_warps, VECTOR_BYTES // element_size
+    n_parts = -(-n_columns // (lanes * vector * tiles))
+    is_cut = n_rows <= CUT_ROWS and n_tensors * n_parts >= CUT_PARTS  # a part of two tensors is two reads
     at_once = PARTS_AT_ONCE if n_rows <= AT_ONCE_ROWS else 1
     if units:
         at_once = 2 * PARTS_AT_ONCE if is_cut else UNIT_PARTS_AT_ONCE
-    return StatisticsShape(block, is_cut, at_once)
+    return Block(num_warps, lanes, vector, tiles, n_parts, units, is_cut, at_once)
 
 
 @functools.lru_cache(maxsize=1024)
-def gradient_shape(n_rows: int, shard: VocabShard, element_size: int, table: Table, tiles: int) -> GradientShape:
-    """Return the launch shape of a gradient, of programs that write ``tiles`` each, or fewer tiles if rows are few."""
+def gradient_shape(n_rows: int, shard: VocabShard, element_size: int, table: Table, tiles: int) -> tuple[Block, int]:
+    """Return the launch shape of a gradient, and the programs of a row. No bit depends on them.
+
+    A program writes ``tiles``, or fewer tiles if rows are few.
+    """
     block = choose_block(table, shard.n_columns, element_size)
     n_tiles = -(-shard.n_columns // (block.lanes * block.vector))
-    n_programs = min(n_tiles, max(-(-n_tiles // tiles), PROGRAMS_OF_FEW_ROWS // max(n_rows, 1)))
-    return GradientShape(block, n_programs)
+    return block, min(n_tiles, max(-(-n_tiles // tiles), PROGRAMS_OF_FEW_ROWS // max(n_rows, 1)))
 
 
-@functools.lru_cache
 def choose_block(table: Table, n_columns: int, element_size: int) -> Block:
     """Return the launch shape for rows of ``n_columns`` elements of ``element_size`` bytes."""
     row_bytes = n_columns * element_size

@@ -127,11 +127,6 @@ def constant(values: Tensor, logits: Tensor) -> Tensor:
     return values.clone() if copies else values
 
 
-def savable(ids: Tensor) -> Tensor:
-    """Return integer ``ids``, or a copy if autograd cannot save them."""
-    return ids.clone() if ids.is_inference() and torch.is_grad_enabled() else ids
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the arithmetic, the statistics and the loss of logits: fp32, or fp64 for fp64 logits."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.blocks import fewest_rows_of_one_pass, units_of
+from vocab_parallel_ce.blocks import fewest_rows_of_one_pass
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import OVERWRITTEN, check_not_overwritten
 from vocab_parallel_ce.kinds import Kinds
@@ -25,7 +25,7 @@ from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, consta
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, known, shard_of_rank
 from vocab_parallel_ce.program import Programs, directly
-from vocab_parallel_ce.selection import Workload, gpu_of, select
+from vocab_parallel_ce.selection import obstacle_of_call, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.summed import check_summed
@@ -194,27 +194,21 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     checks.check_no_trace()  # not cached: its sizes are tensors
     shard = shard_of_rank(settings, key.n_columns, key.rank, key.n_ranks)
     options = loss.options(settings, shard.vocab_size, class_weight=key.class_weight)
-    has_padding = shard.n_valid != shard.n_columns
-    beyond, row_bytes = loss.beyond_one_pass(options), key.n_columns * key.dtype.itemsize
-    fits = loss.one_pass_config(options, row_bytes) is not None
-    # A loss per row has the same bits among few rows and many.
-    fewest_rows = 0 if settings.reduction == "none" else fewest_rows_of_one_pass(row_bytes)
-    has_units = units_of(shard, key.rank, key.n_ranks, key.dtype.itemsize) > 0
-    workload = Workload(key.n_ranks, key.gradient, beyond, key.is_aligned, has_padding, fits, fewest_rows, has_units)
-    gpu = gpu_of(key.device.index) if key.device.type == "cuda" else None
-    impl = settings.impl
+    obstacle, impl = obstacle_of_call(loss, options, shard, key), settings.impl
     if key.dtype == torch.float64:
         checks.check_choice("impl, of fp64 logits, for which there are no kernels", impl, ("auto", "reference"))
         impl = "reference"
-    selected = select(key.device.type, impl, workload=workload, gpu=gpu)
-    kernels, one_pass = kernels_of(selected.name)
+    kernels, one_pass = kernels_of(select(key.device.type, impl, obstacle)[0])
+    # A loss per row has the same bits among few rows and many.
+    has_one_order = settings.reduction == "none" or impl == "one_pass"
+    fewest_rows = 0 if has_one_order else fewest_rows_of_one_pass(key.n_columns * key.dtype.itemsize)
     launchers = loss.launchers(options, shard, kernels)
     outputs, mean_over = loss.outputs(options), ""
     if settings.reduction == "mean":
         mean_over = "weights" if key.class_weight and loss.divides_by_weights else "rows"
     return Plan(
         loss=loss,
-        launchers=launchers._replace(one_pass=one_pass, one_pass_rows=selected.fewest_rows),
+        launchers=launchers._replace(one_pass=one_pass, one_pass_rows=fewest_rows),
         rank=key.rank,
         n_ranks=key.n_ranks,
         shard=shard,

@@ -7,49 +7,24 @@ import importlib.util
 import os
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from vocab_parallel_ce import checks
+from vocab_parallel_ce.blocks import units_of
 from vocab_parallel_ce.environment import SAME_BITS
+from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import IMPLEMENTATIONS
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.versions import LOWEST_TRITON, is_older
 
-
-class Selection(NamedTuple):
-    name: str
-    reason: str
-    fewest_rows: int = 0  # calls of fewer rows run triton
-
-
-class Workload(NamedTuple):
-    """The properties of a call that decide whether ``one_pass`` can run."""
-
-    n_ranks: int
-    gradient: str
-    beyond: tuple[str, ...]  # what of the loss one_pass lacks
-    is_aligned: bool  # the logits' memory begins at a boundary of 16 bytes
-    has_padding: bool
-    fits: bool  # the row width is in the table of measurements
-    fewest_rows: int = 0  # from which on one_pass is the faster one
-    has_units: bool = False  # the row is summed as several ranks do
-
-
-class Gpu(NamedTuple):
-    """The properties of a GPU and of Triton that decide it."""
-
-    is_nvidia: bool
-    shared_memory: int  # bytes per program
-    has_gluon: bool  # with asynchronous copies
-
-
-ONE_PASS_SHARED_MEMORY = 227 * 1024
+ONE_PASS_SHARED_MEMORY = 227 * 1024  # bytes per program
 
 
 def triton_state() -> str:
     """Return ``"absent"``, ``"too old"``, ``"compiler"``, or ``"interpreter"`` (slow, on the CPU, for tests)."""
-    if not _triton_is_installed():
+    if not is_installed("triton"):
         return "absent"
     if is_older(triton_version() or "", LOWEST_TRITON):
         return "too old"
@@ -66,97 +41,80 @@ def triton_version() -> str | None:
     return None
 
 
-def select(
-    device_type: str,
-    requested: str = "auto",
-    *,
-    triton: str | None = None,
-    workload: Workload | None = None,
-    gpu: Gpu | None = None,
-) -> Selection:
-    """Choose the implementation for tensors on ``device_type``: ``"cpu"``, ``"cuda"``, also for ROCm, or another.
+@cache
+def is_installed(module: str) -> bool:
+    """Return whether there is a module; this imports the packages that it is in."""
+    with suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(module) is not None
+    return False
 
-    ``auto`` is ``one_pass`` if one launch on a GPU can do ``workload``, otherwise ``triton`` on a GPU and
-    ``reference`` elsewhere. Calls of fewer than ``fewest_rows`` rows then run ``triton``, which is faster. Nothing
-    falls back: what cannot run raises ValueError with the remedy, also ``auto`` on a GPU without triton.
 
-    Args:
-        triton: the result of :func:`triton_state`; None calls it.
-        workload, gpu: the call, and the result of :func:`gpu_of`; ``one_pass`` needs both.
+def select(device_type: str, requested: str = "auto", obstacle: str | None = "a call to decide on") -> tuple[str, str]:
+    """Return the implementation for tensors on ``"cpu"``, ``"cuda"``, also for ROCm, or another device, and why.
+
+    ``auto`` is ``one_pass`` on a GPU if there is no ``obstacle``, which :func:`obstacle_of_call` returns. Otherwise it
+    is ``triton`` on a GPU and ``reference`` elsewhere. Nothing falls back: what cannot run raises ValueError with the
+    remedy, also ``auto`` on a GPU without triton.
     """
     checks.check_choice("impl", requested, ("auto", *IMPLEMENTATIONS))
     if requested == "reference":
-        return Selection("reference", "asked for")
+        return requested, "asked for"
     if requested == "auto" and device_type != "cuda":
-        return Selection("reference", f"{device_type} tensors: plain PyTorch runs on any device")
+        return "reference", f"{device_type} tensors: plain PyTorch runs on any device"
     if device_type not in ("cuda", "cpu"):  # first: no package helps there
         raise ValueError(
             f"impl: {requested!r} needs tensors on a CUDA or ROCm GPU, got tensors on {device_type}, for which there "
             "are no kernels; use impl='auto' (plain PyTorch there)"
         )
-    triton = triton or triton_state()
+    triton = triton_state()
     if triton in ("absent", "too old"):
         lack = "which is not installed; install it" if triton == "absent" else f"got {triton_version()}; upgrade it"
         raise ValueError(
             f"impl: {requested!r} on {device_type} needs the package triton, {LOWEST_TRITON} or newer, {lack}, "
             "or ask for impl='reference' (plain PyTorch, several times slower)"
         )
-    obstacle = _obstacle(device_type, triton, workload, gpu)
+    if device_type != "cuda" or triton != "compiler":
+        obstacle = f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
     if requested == "one_pass" and obstacle:
         raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
-    if obstacle is None and requested == "one_pass":
-        return Selection("one_pass", "asked for")
-    if obstacle is None and requested == "auto":
-        assert workload is not None
-        few = f"; triton for fewer than {workload.fewest_rows} rows" if workload.fewest_rows else ""
-        return Selection("one_pass", f"one read and one write{few}", workload.fewest_rows)
-    if device_type == "cuda":
-        why = f"a GPU, and triton is installed; one_pass needs {obstacle}"
-        return Selection("triton", why if requested == "auto" else "asked for")
-    if device_type == "cpu" and triton == "interpreter":
-        return Selection("triton", "asked for, under triton's interpreter")
-    raise ValueError(
-        "impl: 'triton' needs tensors on a CUDA or ROCm GPU, or on the CPU with TRITON_INTERPRET=1 "
-        "set before triton is imported, got tensors on cpu"
-    )
+    if device_type == "cpu" and triton != "interpreter":
+        raise ValueError(
+            "impl: 'triton' needs tensors on a CUDA or ROCm GPU, or on the CPU with TRITON_INTERPRET=1 "
+            "set before triton is imported, got tensors on cpu"
+        )
+    if requested != "auto":
+        return requested, "asked for" if device_type == "cuda" else "asked for, under triton's interpreter"
+    if obstacle is None:
+        return "one_pass", "one read and one write"
+    return "triton", f"a GPU, and triton is installed; one_pass needs {obstacle}"
 
 
-def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu | None) -> str | None:
-    """Return the first condition of ``one_pass`` that is not met, and what there is instead."""
-    if device_type != "cuda" or triton != "compiler":
-        return f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
-    if gpu is None or workload is None:
-        return "a call to decide about, by its shape and options"
-    memory, beyond = ONE_PASS_SHARED_MEMORY, ", ".join(workload.beyond)
+def obstacle_of_call(loss: Loss, options: Any, shard: VocabShard, key: Any) -> str | None:
+    """Return the first condition of ``one_pass`` that is not met, and what there is instead. ``key``: a ``PlanKey``."""
+    beyond, size = ", ".join(loss.beyond_one_pass(options)), key.dtype.itemsize
+    has_units = units_of(shard, key.rank, key.n_ranks, size) > 0
+    config = loss.one_pass_config(options, key.n_columns * size)
     conditions = (
-        (gpu.is_nvidia, "an NVIDIA GPU, got another maker's"),
-        (gpu.has_gluon, f"a triton with Gluon's asynchronous copies, got {triton_version()}"),
-        (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
-        (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
-        (not workload.has_units, f"a row in the order of one rank, got the bits of several ({SAME_BITS})"),
-        (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),
+        (key.n_ranks == 1, f"one rank, got {key.n_ranks}"),
+        (not has_units, f"a row in the order of one rank, got the bits of several ({SAME_BITS})"),
+        (key.gradient == "in_forward", f"gradient 'in_forward', got {key.gradient!r}"),
         (not beyond, f"a loss that it computes, got {beyond}"),
-        (not workload.has_padding, "logits without padded columns, got some"),
-        (workload.is_aligned, "logits in memory that begins at 16 bytes, and a gradient of their dtype, got others"),
-        (workload.fits, "rows of a width in its table of measurements (blocks.py), got another"),
+        (shard.n_valid == shard.n_columns, "logits without padded columns, got some"),
+        (key.is_aligned, "logits in memory that begins at 16 bytes, and a gradient of their dtype, got others"),
+        (config is not None, "rows of a width in its table of measurements (blocks.py), got another"),
     )
-    return next((needed for is_met, needed in conditions if not is_met), None)
+    of_gpu = obstacle_of_gpu(key.device.index) if key.device.type == "cuda" else None
+    return of_gpu or next((needed for is_met, needed in conditions if not is_met), None)
 
 
 @cache
-def gpu_of(index: int) -> Gpu:
-    """Return the properties of GPU ``index``."""
+def obstacle_of_gpu(index: int) -> str | None:
+    """Return the same of GPU ``index`` and of Triton."""
     memory = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 0)
-    return Gpu(is_nvidia=torch.version.hip is None, shared_memory=memory, has_gluon=_has_gluon())
-
-
-def _has_gluon() -> bool:
-    try:
-        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.ampere") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    if torch.version.hip is not None:
+        return "an NVIDIA GPU, got another maker's"
+    if not is_installed("triton.experimental.gluon.language.nvidia.ampere"):
+        return f"a triton with Gluon's asynchronous copies, got {triton_version()}"
+    if memory < ONE_PASS_SHARED_MEMORY:
+        return f"{ONE_PASS_SHARED_MEMORY} bytes of shared memory a program, got {memory}"
+    return None

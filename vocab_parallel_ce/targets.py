@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.in_place import check_not_overwritten
-from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, cut, flat, savable, shares_storage, walkable
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, cut, flat, shares_storage, walkable
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import LOGITS, VocabShard
 from vocab_parallel_ce.spec import INF, NAN, LossOptions
@@ -103,18 +103,13 @@ def check(targets: Any, tokens: Tokens) -> None:
 
 
 def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
-    """Raise unless a target of the caller's fits the tokens."""
+    """Raise unless a target of the caller's fits the tokens; its columns depend on the shard."""
     if role.kind == "ids":
         checks.check_labels(target, tokens.tensor, tokens.subject, name)
     else:
         checks.expect(name, target, DTYPES[role.kind], on=tokens.tensor, subject=tokens.subject)
     if role.kind == "head":
         checks.check_parameter(name, target)
-    check_shape(name, target, role, tokens)
-
-
-def check_shape(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
-    """Raise unless a target has the shape of the tokens before its columns; those depend on the shard."""
     shape, of_tokens = tuple(target.shape), tuple(tokens.shape)
     if role.kind == "ids" and role.axes == ("rows",):
         check_shape_of_labels(name, target, tokens)
@@ -218,7 +213,8 @@ def prepared(name: str, target: Tensor, role: Role, tokens: Tokens, settings: Se
         if checks.looks_at(target, settings.check_labels):
             size, is_callers = plan.shard.vocab_size, role.fill is None
             checks.check_label_range(target, size, fill_of(role, settings), name=name, names_ignored=is_callers)
-        return savable(flat(target, len(role.axes)))
+        ids = flat(target, len(role.axes))
+        return ids.clone() if ids.is_inference() and torch.is_grad_enabled() else ids  # autograd cannot save it
     if role.kind == "numbers" and "columns" in role.axes:
         return _columns(name, target, tokens, plan.shard)
     if role.kind == "numbers":

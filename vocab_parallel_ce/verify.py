@@ -193,7 +193,9 @@ def compare(report: Report) -> None:
         _compare(name, [value or usual for value in values])
     for name, values in _by_name([each.ids for each in reports]):
         if len(set(values)) > 1:
-            _compare_ids(name, torch.stack(all_gather_objects(report.ids[name].cpu(), *call)))
+            ids = torch.stack(all_gather_objects(report.ids[name].cpu(), *call))
+            position = (ids != ids[0]).any(0).nonzero()[0].tolist()  # the first where ranks differ
+            _compare(f"{name}{position}", ids.movedim(0, -1)[tuple(position)].tolist())
     for name, fingerprints in _by_name([each.states for each in reports]):
         _compare_hidden(name, fingerprints)
 
@@ -288,12 +290,6 @@ def _check_not_whole(name: str, samples: Sequence[str | None]) -> None:
             f"{name}: expected other columns on each rank, got equal values on all {len(samples)}; with the whole "
             "vocabulary on every rank pass group=None, and with shards that are equal, as from one seed, vocab_size="
         )
-
-
-def _compare_ids(name: str, ids: Tensor) -> None:
-    """Raise ValueError about the first position where ``ids [R, ...]`` of the ranks differ."""
-    position = (ids != ids[0]).any(0).nonzero()[0].tolist()
-    _compare(f"{name}{position}", ids.movedim(0, -1)[tuple(position)].tolist())
 
 
 def _compare_hidden(name: str, fingerprints: Sequence[tuple[float, ...]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,41 +14,54 @@ from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_o
 from vocab_parallel_ce.environment import SAME_BITS
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
+from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, obstacle_of_call, select
+from vocab_parallel_ce.shard import VocabShard
 
 pytestmark = pytest.mark.reference
 
-WORKLOAD = Workload(n_ranks=1, gradient="in_forward", beyond=(), is_aligned=True, has_padding=False, fits=True)
-GPU = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
-BEYOND = ("entropy", "mean_logit")
+WIDTH = 16384
+WHOLE = VocabShard(0, WIDTH, WIDTH)
+KEY = plan.PlanKey(torch.bfloat16, WIDTH, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
 OTHERS = ("mps", "xpu", "npu", "privateuseone")  # devices without kernels, which installing triton does not change
 
-# What of a call or a GPU keeps one launch from doing it: (changes to WORKLOAD, to GPU, what is said of it).
+# What keeps one launch from doing a call on a GPU: (arguments of `obstacle`, what is said of it).
 OBSTACLES = {
-    "several ranks": ({"n_ranks": 2}, {}, "one rank, got 2"),
-    "unreduced": ({"gradient": "in_backward"}, {}, "gradient 'in_forward', got 'in_backward'"),
-    "out of place": ({"gradient": "out_of_place"}, {}, "gradient 'in_forward', got 'out_of_place'"),
+    "several ranks": ({"n_ranks": 2}, "one rank, got 2"),
+    "unreduced": ({"gradient": "in_backward"}, "gradient 'in_forward', got 'in_backward'"),
+    "out of place": ({"gradient": "out_of_place"}, "gradient 'in_forward', got 'out_of_place'"),
     "options": (
-        {"beyond": BEYOND},
-        {},
+        {"options": spec.LossOptions(entropy=True, mean_logit=True)},
         "a loss that it computes, got entropy, mean_logit",
     ),
-    "the bits of several ranks": ({"has_units": True}, {}, "a row in the order of one rank, got the bits of several"),
-    "padding": ({"has_padding": True}, {}, "logits without padded columns"),
-    "off a boundary": ({"is_aligned": False}, {}, "logits in memory that begins at 16 bytes"),
-    "width": ({"fits": False}, {}, "rows of a width in its table of measurements"),
-    "another maker": ({}, {"is_nvidia": False}, "an NVIDIA GPU, got another maker's"),
-    "old triton": ({}, {"has_gluon": False}, "a triton with Gluon's asynchronous copies, got"),
-    "small GPU": (
-        {},
-        {"shared_memory": ONE_PASS_SHARED_MEMORY - 1},
-        f"{ONE_PASS_SHARED_MEMORY} bytes of shared memory a program, got {ONE_PASS_SHARED_MEMORY - 1}",
-    ),
+    "padding": ({"shard": VocabShard(0, WIDTH, WIDTH - 8)}, "logits without padded columns"),
+    "off a boundary": ({"is_aligned": False}, "logits in memory that begins at 16 bytes"),
+    "width": ({"n_columns": 2048}, "rows of a width in its table of measurements"),
 }
+SMALL = f"{ONE_PASS_SHARED_MEMORY} bytes of shared memory a program, got {ONE_PASS_SHARED_MEMORY - 1}"
 
 
-def on_a_gpu(requested: str, workload: Workload = WORKLOAD, gpu: Gpu = GPU) -> selection.Selection:
-    return select("cuda", requested, triton="compiler", workload=workload, gpu=gpu)
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which ``one_pass`` can run: returns its properties, and the modules that are missing, for changes."""
+    properties, missing = SimpleNamespace(shared_memory_per_block_optin=ONE_PASS_SHARED_MEMORY), set()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(selection, "is_installed", lambda module: module not in missing)
+    monkeypatch.setattr(selection, "triton_state", lambda: "compiler")
+    selection.obstacle_of_gpu.cache_clear()
+    yield properties, missing
+    selection.obstacle_of_gpu.cache_clear()
+
+
+def obstacle(shard=WHOLE, options=spec.PLAIN, **changes):
+    return obstacle_of_call(LABELS, options, shard, KEY._replace(**changes))
+
+
+def assert_leaves_the_call_to_triton(found, said):
+    prefix, remedy = "impl: 'one_pass' needs ", "; 'auto' chooses what can run"
+    with pytest.raises(ValueError, match=f"^{prefix}{said}.*{remedy}$"):
+        select("cuda", "one_pass", found)
+    assert select("cuda", "auto", found) == ("triton", f"a GPU, and triton is installed; one_pass needs {found}")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +81,11 @@ def on_a_gpu(requested: str, workload: Workload = WORKLOAD, gpu: Gpu = GPU) -> s
         ("mps", "reference", "absent", "reference"),
     ],
 )
-def test_selection_without_a_call_names_what_runs_and_why(device, requested, triton, expected):
+def test_selection_without_a_call_names_what_runs_and_why(monkeypatch, device, requested, triton, expected):
     """As the scaling of a stored gradient and the command line ask."""
-    chosen = select(device, requested, triton=triton)
-    assert chosen.name == expected and chosen.reason
+    monkeypatch.setattr(selection, "triton_state", lambda: triton)
+    name, reason = select(device, requested)
+    assert name == expected and reason
 
 
 @pytest.mark.parametrize(
@@ -85,73 +100,73 @@ def test_selection_without_a_call_names_what_runs_and_why(device, requested, tri
         *((device, "one_pass", "absent", f"got tensors on {device}, .*use impl='auto'") for device in OTHERS),
         ("cpu", "one_pass", "compiler", "'one_pass' needs a GPU and triton's compiler, got cpu"),
         ("cuda", "one_pass", "interpreter", "'one_pass' needs a GPU .* got cuda and triton's interpreter"),
-        ("cuda", "one_pass", "compiler", "'one_pass' needs a call to decide about"),
+        ("cuda", "one_pass", "compiler", "'one_pass' needs a call to decide on"),
         ("cuda", "symmetric", "compiler", "expected one of 'auto', 'reference', 'triton', 'one_pass', got"),
     ],
 )
-def test_what_cannot_run_raises_with_the_unmet_condition(device, requested, triton, reason):
+def test_what_cannot_run_raises_with_the_unmet_condition(monkeypatch, device, requested, triton, reason):
+    monkeypatch.setattr(selection, "triton_state", lambda: triton)
     with pytest.raises(ValueError, match=f"^impl: .*{reason}"):
-        select(device, requested, triton=triton)
+        select(device, requested)
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
-    of_workload, of_gpu, said = OBSTACLES[name]
-    workload, gpu = WORKLOAD._replace(**of_workload), GPU._replace(**of_gpu)
-    prefix, remedy = "impl: 'one_pass' needs ", "; 'auto' chooses what can run"
-    with pytest.raises(ValueError, match=f"^{prefix}{said}.*{remedy}$") as refused:
-        on_a_gpu("one_pass", workload, gpu)
-    needed = str(refused.value).removeprefix(prefix).removesuffix(remedy)
-    why = f"a GPU, and triton is installed; one_pass needs {needed}"
-    assert on_a_gpu("auto", workload, gpu) == ("triton", why, 0)
+def test_an_obstacle_leaves_the_call_to_triton_and_is_told(gpu, name):
+    arguments, said = OBSTACLES[name]
+    assert_leaves_the_call_to_triton(obstacle(**arguments), said)
+    on_the_cpu = obstacle(**arguments, device=torch.device("cpu"))
+    assert on_the_cpu == obstacle(**arguments)
 
 
-def test_a_padded_shard_is_not_for_one_pass(monkeypatch):
+@pytest.mark.parametrize("lacks", ("another maker", "old triton", "small GPU"))
+def test_a_gpu_that_one_launch_does_not_suit_leaves_all_calls_to_triton(monkeypatch, gpu, lacks):
+    properties, missing = gpu
+    if lacks == "another maker":
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+    elif lacks == "old triton":
+        missing.add("triton.experimental.gluon.language.nvidia.ampere")
+    else:
+        properties.shared_memory_per_block_optin -= 1
+    said = {"another maker": "an NVIDIA GPU, got another maker's", "small GPU": SMALL}
+    for arguments in ({}, {"n_ranks": 2}):
+        assert_leaves_the_call_to_triton(obstacle(**arguments), said.get(lacks, "a triton with Gluon's asynchronous"))
+
+
+def test_a_padded_shard_is_not_for_one_pass(monkeypatch, gpu):
     """It would read the padding, whatever that holds."""
-    asked = []
-    monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
-    monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
-    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
-    for vocab_size in (None, 16384, 16376):
-        plan.make_plan(LABELS, Settings(vocab_size=vocab_size), key)
-    workload = WORKLOAD._replace(fewest_rows=fewest_rows_of_one_pass(2 * 16384))
-    assert asked == [workload, workload, workload._replace(has_padding=True)]
+    monkeypatch.setattr(plan, "kernels_of", lambda name: (None, name))
+    names = [
+        plan.make_plan(LABELS, Settings(vocab_size=size), KEY).launchers.one_pass for size in (None, WIDTH, WIDTH - 8)
+    ]
+    assert names == ["one_pass", "one_pass", "triton"]
 
 
-def test_a_loss_per_row_has_the_bits_of_one_implementation(monkeypatch):
-    """Whatever the number of rows; of a reduced loss the faster one runs."""
-    asked = []
-    monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
-    monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
-    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
-    for reduction in ("none", "sum", "mean"):
-        plan.make_plan(LABELS, Settings(reduction=reduction), key)
-    few = fewest_rows_of_one_pass(2 * 16384)
-    assert few > 1 and [workload.fewest_rows for workload in asked] == [0, few, few]
+def test_a_loss_per_row_has_the_bits_of_one_implementation(monkeypatch, gpu):
+    """Whatever the number of rows; of a reduced loss the faster one runs, unless it is named."""
+    monkeypatch.setattr(plan, "kernels_of", lambda name: (None, name))
+    few = fewest_rows_of_one_pass(2 * WIDTH)
+    for impl, expected in {"auto": [0, few, few], "one_pass": [0, 0, 0]}.items():
+        made = [plan.make_plan(LABELS, Settings(reduction=r, impl=impl), KEY) for r in ("none", "sum", "mean")]
+        assert [each.launchers.one_pass for each in made] == ["one_pass"] * 3
+        assert few > 1 and [each.launchers.one_pass_rows for each in made] == expected
 
 
-def test_one_rank_with_the_bits_of_several_does_not_run_one_pass(monkeypatch):
+def test_one_rank_with_the_bits_of_several_does_not_run_one_pass(monkeypatch, gpu):
     """It walks a row in an order of its own, and a loss per row would be one_pass's from the first row on."""
-    asked = []
     monkeypatch.setenv(SAME_BITS, "1")
     units_of.cache_clear()
-    monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
-    monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
-    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
-    plan.make_plan(LABELS, Settings(reduction="none"), key)
-    plan.make_plan(LABELS, Settings(reduction="none"), key._replace(n_columns=16392))  # no whole units
+    assert_leaves_the_call_to_triton(obstacle(), "a row in the order of one rank, got the bits of several")
+    assert obstacle(VocabShard(0, WIDTH + 4, WIDTH + 4), n_columns=WIDTH + 4) is None  # no whole units
     units_of.cache_clear()
-    assert [workload.has_units for workload in asked] == [True, False]
 
 
-def test_one_pass_runs_where_nothing_stands_in_its_way():
-    assert on_a_gpu("auto") == ("one_pass", "one read and one write", 0)
-    by_rows = WORKLOAD._replace(fewest_rows=97)
-    assert on_a_gpu("auto", by_rows) == ("one_pass", "one read and one write; triton for fewer than 97 rows", 97)
-    for workload in (WORKLOAD, by_rows):
-        for name in ("one_pass", "triton", "reference"):
-            assert on_a_gpu(name, workload) == (name, "asked for", 0)
-    assert on_a_gpu("auto", gpu=GPU._replace(shared_memory=10**6)).name == "one_pass"
+def test_one_pass_runs_where_nothing_stands_in_its_way(gpu):
+    properties, _ = gpu
+    properties.shared_memory_per_block_optin = 10**6
+    assert obstacle() is None
+    assert select("cuda", "auto", None) == ("one_pass", "one read and one write")
+    for name in ("one_pass", "triton", "reference"):
+        assert select("cuda", name, None) == (name, "asked for")
 
 
 def test_options_that_one_pass_lacks_are_named_and_off_by_default():
@@ -179,7 +194,7 @@ def test_a_triton_without_gluon_is_no_error(monkeypatch):
 
     for find_spec in (no_parent, lambda name: None):
         monkeypatch.setattr(selection.importlib.util, "find_spec", find_spec)
-        assert selection._has_gluon() is False
+        assert selection.is_installed.__wrapped__("triton.experimental.gluon.language.nvidia.ampere") is False
 
 
 def test_every_function_runs_on_a_device_without_kernels_and_without_float64():

@@ -8,7 +8,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from vocab_parallel_ce import selection, vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
-from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 
 pytestmark = pytest.mark.cuda
 
@@ -17,9 +16,7 @@ def test_a_hopper_gpu_runs_one_pass_by_itself():
     """The tests of that kernel are skipped where this says that it cannot run."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}")
-    gpu = selection.gpu_of(torch.cuda.current_device())
-    assert gpu.is_nvidia and gpu.shared_memory >= ONE_PASS_SHARED_MEMORY
-    assert gpu.has_gluon
+    assert selection.obstacle_of_gpu(torch.cuda.current_device()) is None
 
 
 @pytest.mark.no_poison
@@ -46,9 +43,9 @@ def test_a_hopper_gpu_runs_one_pass_by_itself():
 )
 def test_auto_takes_one_pass_where_it_can(bytes_a_row, dtype, options, expected):
     """``test_one_pass`` has every call that ``impl="one_pass"`` refuses."""
-    gpu = selection.gpu_of(torch.cuda.current_device())
-    if not gpu.is_nvidia or not gpu.has_gluon or gpu.shared_memory < ONE_PASS_SHARED_MEMORY:
-        pytest.skip(f"one_pass cannot run here: {gpu}")
+    needed = selection.obstacle_of_gpu(torch.cuda.current_device())
+    if needed is not None:
+        pytest.skip(f"one_pass needs {needed}")
     options = dict(options)
     rows = fewest_rows_of_one_pass(bytes_a_row) + options.pop("rows", 0)
     logits = torch.zeros(rows, bytes_a_row // dtype.itemsize, device="cuda", dtype=dtype).requires_grad_() * 1

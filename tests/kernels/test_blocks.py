@@ -181,7 +181,7 @@ def test_one_rank_has_units_if_the_environment_asks(monkeypatch):
 def test_a_unit_has_the_same_tiles_on_any_number_of_ranks(units):
     """Also where a rank's last column is within a vector, and elsewhere not."""
     shard = VocabShard(0, units * 6288, 50257)
-    block = blocks.unit_block(shard, units, 2)
-    assert (block.lanes // units, block.tiles, block.n_parts, block.unit_width(shard)) == (32, 2, 13, 6288)
+    block = blocks.statistics_shape(1, shard, 2, 1, units)
+    assert (block.lanes // units, block.tiles, block.n_parts) == (32, 2, 13)
     assert block.has_edges(shard, False) is True
     assert block.has_edges(VocabShard(0, units * 6288, 50304), True) is False

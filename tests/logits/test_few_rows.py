@@ -10,8 +10,7 @@ from tests.support.cases.inputs import batch
 from tests.support.kernels.launch_shapes import forget_plans
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from vocab_parallel_ce import plan, run, vocab_parallel_cross_entropy
-from vocab_parallel_ce.selection import Selection
+from vocab_parallel_ce import blocks, plan, run, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.interpreter
 FEWEST = 3  # rows of one_pass here
@@ -73,9 +72,8 @@ def one_launch(monkeypatch):
 
     calls = []
 
-    def chosen(device, requested, *, workload, gpu):
-        by_rows = FEWEST if workload.fewest_rows else 0
-        return Selection("one_pass", "", by_rows) if workload.gradient == "in_forward" else Selection("triton", "")
+    def chosen(device, requested, obstacle):
+        return "triton" if obstacle.startswith("gradient") else "one_pass", ""
 
     def in_one_launch(logits, beside, divisor, outputs, *, counted, is_reduced, options):
         n_rows = beside.labels.shape[0]
@@ -90,6 +88,7 @@ def one_launch(monkeypatch):
         kernels.outputs.gradient(loss)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
 
     monkeypatch.setattr(plan, "select", chosen)
+    monkeypatch.setattr(blocks, "ONE_PASS_ROWS", ((1 << 62, FEWEST),))
     monkeypatch.setattr(one_pass, "one_pass", in_one_launch)
     forget_plans()
     yield calls

@@ -39,8 +39,8 @@ def test_an_older_torch_is_refused_at_the_import_in_one_line():
 def test_an_older_triton_runs_no_kernel_and_doctor_says_why(monkeypatch):
     monkeypatch.setattr(selection, "triton_version", lambda: "3.5.1")
     monkeypatch.setattr(cli, "triton_version", lambda: "3.5.1")
-    monkeypatch.setattr(selection, "_triton_is_installed", lambda: True)
-    assert selection.triton_state() == "too old" and selection.select("cpu").name == "reference"
+    monkeypatch.setattr(selection, "is_installed", lambda module: True)
+    assert selection.triton_state() == "too old" and selection.select("cpu")[0] == "reference"
     with pytest.raises(
         ValueError, match="^impl: 'triton' .* 3.6 or newer, got 3.5.1; upgrade it, or ask for impl='refer"
     ):

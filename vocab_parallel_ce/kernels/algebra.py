@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import Block, StatisticsBlock
+from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, Rows, pair_arguments, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes, column_of, walk_edges
@@ -86,7 +86,7 @@ class KernelLoss(NamedTuple):
         kernel: Any,
         rows: Rows,
         values: tuple[Any, ...],
-        block: Block | StatisticsBlock,
+        block: Block,
         constants: dict[str, Any],
         compiler: dict[str, Any] | None = None,
     ) -> Launch:

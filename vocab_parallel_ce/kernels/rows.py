@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape, units_of
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, Block, statistics_shape, units_of
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, add_sums, as_they_are, in_units, load_sums, merged_ranks
 from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches
@@ -268,10 +268,10 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
     @cache_launches
     def launches(
         rows: Rows, n_rows: int, size: int, width: int, rank: int, n_ranks: int
-    ) -> tuple[StatisticsShape, Launch, Launch | None]:
-        shape = _shape(loss, rows, n_rows, size, rank, n_ranks)
-        part = _launch_of_parts(loss, rows, shape, loss.n_lane_fields or width) if shape.is_cut else None
-        return shape, _launch(loss, rows, shape, width), part
+    ) -> tuple[Block, Launch, Launch | None]:
+        block = _block(loss, rows, n_rows, size, rank, n_ranks)
+        part = _launch_of_parts(loss, rows, block, loss.n_lane_fields or width) if block.is_cut else None
+        return block, _launch(loss, rows, block, width), part
 
     def fill(
         logits: Tensor,
@@ -286,10 +286,9 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         """
         n_ranks, n_rows, width = stats[0].shape
         tensors, rows = loss.read(logits, targets)
-        shape, launch, part = launches(rows, n_rows, logits.itemsize, width, rank, n_ranks)
+        block, launch, part = launches(rows, n_rows, logits.itemsize, width, rank, n_ranks)
         parts, has_both = None, n_ranks == 1 and len(stats) > 1
         if part is not None:
-            block = shape.block
             shape_of_parts = n_rows, block.n_parts, loss.n_lane_fields or width, block.lanes
             parts = make(stats[0], *shape_of_parts, dtype=torch.float32)
             part(n_rows * block.n_parts, (*tensors, None, parts), (n_rows, loss.shard.start))
@@ -310,68 +309,66 @@ def second(loss: KernelLoss) -> Callable[..., None]:
         """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
         n_ranks, n_rows, width = stats[0].shape
         tensors, rows = loss.read(logits, targets)
-        shape = _shape(loss, rows, n_rows, logits.itemsize, rank, n_ranks)
-        parts, block = None, shape.block
-        if shape.is_cut:
+        block, parts = _block(loss, rows, n_rows, logits.itemsize, rank, n_ranks), None
+        if block.is_cut:
             parts = make(stats[0], n_rows, block.n_parts, 2, block.lanes, dtype=torch.float32)
-            part = _launch_of_parts(loss, rows, shape, 2, n_ranks, width)
+            part = _launch_of_parts(loss, rows, block, 2, n_ranks, width)
             part(n_rows * block.n_parts, (*tensors, stats[0], parts), (n_rows, loss.shard.start))
-        launch = _second(loss, rows, shape, n_ranks, width)
+        launch = _second(loss, rows, block, n_ranks, width)
         launch(n_rows, (*tensors[:3], tensors[5], parts, *stats), (n_rows, rank * n_rows))
 
     return fill
 
 
-def _shape(loss: KernelLoss, rows: Rows, n_rows: int, size: int, rank: int, n_ranks: int) -> StatisticsShape:
-    """Return the launch shapes for rows of elements of ``size`` bytes, with the units of the row if it has some."""
+def _block(loss: KernelLoss, rows: Rows, n_rows: int, size: int, rank: int, n_ranks: int) -> Block:
+    """Return the launch shape for rows of elements of ``size`` bytes, with the units of the row if it has some."""
     is_aligned = (rows.alike or not loss.is_pair) and begin_at_vectors(rows.layout, size)
     units = units_of(loss.shard, rank, n_ranks, size) if is_aligned else 0
     return statistics_shape(n_rows, loss.shard, size, 1 + loss.is_pair, units)
 
 
 @cache_launches
-def _launch(loss: KernelLoss, rows: Rows, shape: StatisticsShape, width: int) -> Launch:
-    at_once, compiler = _parts_at_once(loss, shape, shape.block.has_edges(loss.shard, rows.has_edges))
-    values, constants = _of_shape(loss, shape)
+def _launch(loss: KernelLoss, rows: Rows, block: Block, width: int) -> Launch:
+    at_once, compiler = _parts_at_once(loss, block, block.has_edges(loss.shard, rows.has_edges))
+    values, constants = _of_block(loss, block)
     constants = {"FIELDS": loss.n_lane_fields or width, **constants, "UNROLLED": at_once}
-    return loss.launch(statistics_kernel, rows, (*values, width), shape.block, constants, compiler)
+    return loss.launch(statistics_kernel, rows, (*values, width), block, constants, compiler)
 
 
-def _parts_at_once(loss: KernelLoss, shape: StatisticsShape, has_edges: bool) -> tuple[int, dict[str, Any]]:
+def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int, dict[str, Any]]:
     """Return how many parts a program loads together, and the compiler's options for that.
 
     Without a bound of registers, ptxas takes few, and loads the second part, or tile, when it has used the first.
     """
-    block, is_cut, at_once = shape
-    if is_cut:
-        return PARTS_AT_ONCE if loss.is_pair else at_once, {"maxnreg": 64, "overlaps": True}
+    if block.is_cut:
+        return PARTS_AT_ONCE if loss.is_pair else block.at_once, {"maxnreg": 64, "overlaps": True}
     if loss.is_pair:
         if getattr(loss.options, "beta", None) is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
         return 1, {"maxnreg": 56} if block.units > 1 else {}
-    if at_once > 1 and (loss.n_lane_fields > 2 or loss.options.softcap is not None):
+    if block.at_once > 1 and (loss.n_lane_fields > 2 or loss.options.softcap is not None):
         # Several parts of logits would take too many registers; without softcap, two do not.
         return (1, {}) if loss.options.softcap is not None else (2, {"maxnreg": 64})
-    return at_once, {"maxnreg": 64} if block.units else {}
+    return block.at_once, {"maxnreg": 64} if block.units else {}
 
 
 @cache_launches
-def _second(loss: KernelLoss, rows: Rows, shape: StatisticsShape, n_ranks: int, width: int) -> Launch:
-    values, constants = _of_shape(loss, shape)
+def _second(loss: KernelLoss, rows: Rows, block: Block, n_ranks: int, width: int) -> Launch:
+    values, constants = _of_block(loss, block)
     constants = {"WIDTH": width, "RANKS": n_ranks, **constants, "UNROLLED": PARTS_AT_ONCE}
-    return loss.launch(second_kernel, rows, values, shape.block, constants)
+    return loss.launch(second_kernel, rows, values, block, constants)
 
 
 @cache_launches
 def _launch_of_parts(
-    loss: KernelLoss, rows: Rows, shape: StatisticsShape, fields: int, n_ranks: int = 1, width: int = 0
+    loss: KernelLoss, rows: Rows, block: Block, fields: int, n_ranks: int = 1, width: int = 0
 ) -> Launch:
-    values, constants = _of_shape(loss, shape)
+    values, constants = _of_block(loss, block)
     constants = {"FIELDS": fields, "WIDTH": width, "RANKS": n_ranks, **constants}
-    return loss.launch(part_kernel, rows, values, shape.block, constants, {"overlaps": True})
+    return loss.launch(part_kernel, rows, values, block, constants, {"overlaps": True})
 
 
-def _of_shape(loss: KernelLoss, shape: StatisticsShape) -> tuple[tuple[int, ...], dict[str, int]]:
+def _of_block(loss: KernelLoss, block: Block) -> tuple[tuple[int, ...], dict[str, int]]:
     """Return the values and constants that a launch shape gives to all kernels of the statistics."""
-    block = shape.block
-    return (block.unit_width(loss.shard),), {"UNITS": block.units, "TILES": block.tiles}
+    unit_width = loss.shard.n_columns // max(block.units, 1)
+    return (unit_width,), {"UNITS": block.units, "TILES": block.tiles}

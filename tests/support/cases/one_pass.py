@@ -10,7 +10,7 @@ from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING
-from vocab_parallel_ce.selection import Workload, gpu_of, select
+from vocab_parallel_ce.selection import obstacle_of_gpu, select
 
 EPS_32 = torch.finfo(torch.float32).eps
 # With smoothing at every width: the table leaves out those for which two kernels are faster.
@@ -44,9 +44,8 @@ def options_of(name, columns):
 
 def require_one_pass(monkeypatch):
     """Skip where it cannot run (``test_selection`` says which GPUs can); let it smooth at every width."""
-    workload = Workload(1, "in_forward", (), is_aligned=True, has_padding=False, fits=True)
     try:
-        select("cuda", "one_pass", workload=workload, gpu=gpu_of(torch.cuda.current_device()))
+        select("cuda", "one_pass", obstacle_of_gpu(torch.cuda.current_device()))
     except ValueError as error:
         pytest.skip(str(error))
     monkeypatch.setattr("vocab_parallel_ce.losses.labels.ONE_PASS_SMOOTHING", SMOOTHING)

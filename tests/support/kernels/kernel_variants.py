@@ -29,7 +29,6 @@ from vocab_parallel_ce.blocks import (
     PARTS_AT_ONCE,
     UNIT_PARTS_AT_ONCE,
     OnePassConfig,
-    StatisticsShape,
     gradient_shape,
 )
 from vocab_parallel_ce.kernels.rows import NOT_STORED
@@ -220,9 +219,9 @@ def stats(
     dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, of_parts, torch.float32, None)
     dtypes += output_dtypes(options) if stores else NOT_STORED
     shard, block = shard_and_block(dtype, edges, units)
-    shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
+    block = block._replace(is_cut=merged, at_once=PARTS_AT_ONCE if merged else at_once)
     loss = launch_of("label_rows", "label_loss", shard, options)
-    launch = launch_of("rows", "_launch", loss, ROWS[edges], shape, len(options.statistics))
+    launch = launch_of("rows", "_launch", loss, ROWS[edges], block, len(options.statistics))
     name = "merged" if merged else "statistics"
     name += f"-{dtype}{'-edges' * edges}-{option}"
     name += f"-{at_once}" * (at_once > 1) + f"-{units}_units" * (units > 0) + "-stores" * stores
@@ -234,9 +233,9 @@ def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), units
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], None, torch.int64, *given_of(rows), weights, None, torch.float32)
     shard, block = shard_and_block(dtype, edges, units)
-    shape = StatisticsShape(block, True, PARTS_AT_ONCE)
+    block = block._replace(is_cut=True, at_once=PARTS_AT_ONCE)
     loss = launch_of("label_rows", "label_loss", shard, options)
-    launch = launch_of("rows", "_launch_of_parts", loss, ROWS[edges], shape, loss.n_lane_fields)
+    launch = launch_of("rows", "_launch_of_parts", loss, ROWS[edges], block, loss.n_lane_fields)
     name = f"part-{dtype}{'-edges' * edges}-{option}" + f"-{units}_units" * (units > 0)
     return Variant("-".join((name, *rows)), launch, dtypes)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.support.kernels.variant import DTYPES, N_COLUMNS, OPTIONS, ROWS, Variant, launch_of, shard_and_block
-from vocab_parallel_ce.blocks import PARTS_AT_ONCE, READ_PAIRS, StatisticsShape, choose_block
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, READ_PAIRS, choose_block
 from vocab_parallel_ce.kernels import divergences, soft_labels
 from vocab_parallel_ce.kernels.algebra import Algebra, KernelLoss
 from vocab_parallel_ce.kernels.rows import NOT_STORED
@@ -58,7 +58,7 @@ def of_algebra(
         shard = shard._replace(vocab_size=N_COLUMNS - padding)
     fp32, second, loss = torch.float32, torch.float32 if len(widths) > 1 else None, KernelLoss(algebra, shard, options)
     gathered = (4, widths[0])
-    whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
+    whole, cut = (block._replace(is_cut=is_cut, at_once=PARTS_AT_ONCE) for is_cut in (False, True))
     dtypes: tuple[torch.dtype | None, ...]
     for parts in (None, fp32):
         # Of cut rows the parts of the second exchange follow.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vocab_parallel_ce.blocks import StatisticsBlock, statistics_block, unit_block
+from vocab_parallel_ce.blocks import Block, statistics_shape
 from vocab_parallel_ce.kernels.launch import Launch, Rows
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
@@ -47,10 +47,7 @@ def launch_of(file: str, maker: str, *key: Any) -> Any:
     return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{file}"), maker)(*key)
 
 
-def shard_and_block(dtype: str, edges: bool, units: int) -> tuple[VocabShard, StatisticsBlock]:
+def shard_and_block(dtype: str, edges: bool, units: int) -> tuple[VocabShard, Block]:
     """Return a shard, of units if there are; with ``edges`` the vocabulary ends within a vector of another rank."""
-    size = DTYPES[dtype].itemsize
-    if units == 0:
-        return VocabShard(0, N_COLUMNS, 4 * N_COLUMNS), statistics_block(N_COLUMNS, size)
-    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS - edges)
-    return shard, unit_block(shard, units, size)
+    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS - (edges and units > 0))
+    return shard, statistics_shape(1, shard, DTYPES[dtype].itemsize, 1, units)
