@@ -57,9 +57,6 @@ class Block(NamedTuple):
         return rows_have or shard.n_valid % self.vector != 0
 
 
-StatisticsBlock = Block  # one whose fields of the statistics are set
-
-
 # (row bytes up to, warps, tiles of a part)
 STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
 PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or those that other programs stored

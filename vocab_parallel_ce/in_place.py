@@ -11,7 +11,7 @@ Whoever can see a tensor's memory holds a counted reference: to its Python objec
 object. For a view the references to its base count too. Weak references to a Python object count as well. Other
 processes that share a CPU storage are seen. Three readers are not: work queued on another CUDA stream, another process
 with the memory of a CUDA tensor, and weak references of C++ (``StorageWeakRef``). Subclasses of tensors, whose values
-may be another tensor's, are never overwritten (``plan.may_overwrite``).
+may be another tensor's, are never overwritten (``plan.plan_call``).
 
 The right counts depend on the versions of PyTorch and Python. So they are measured once, on logits that nobody shares.
 Any other count means that somebody else may read.

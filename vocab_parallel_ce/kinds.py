@@ -7,8 +7,6 @@ layout, ``requires_grad``, inference mode and negative bit of the other's.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import compress, repeat
-from operator import is_not
 from typing import Any
 
 import torch
@@ -70,8 +68,8 @@ class Kinds:
 
         Raises AttributeError for what is no tensor, and TypeError for facts without a hash.
         """
-        is_given = tuple(map(is_not, tensors, repeat(None)))
-        given = tuple(compress(tensors, is_given))
+        given = [t for t in tensors if t is not None]
+        is_given = tuple([t is not None for t in tensors])
         # In inference mode the guard takes an inference tensor and another for one kind.
         summary = facts, is_given, torch.is_inference_mode_enabled()
         kind = self.last.get(summary)

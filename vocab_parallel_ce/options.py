@@ -12,6 +12,7 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.shard import LOGITS, VocabShard
@@ -73,9 +74,36 @@ class HeadSettings(NamedTuple):
     keep_logits: str = "none"
 
 
+class Known(Settings):
+    """Settings that are one object for equal values of equal types: 1, 1.0 and True are equal, but not one type."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__
+
+    def _replace(self, **changes: Any) -> Settings:  # type: ignore[override]
+        return Settings(*self)._replace(**changes)
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
-def known(*settings: Any) -> object:
-    """Return an object, the same for settings of equal values and types: 1, 1.0 and True are equal, but not one type.
+def _known_settings(**values: Any) -> Settings:
+    return Known(**values)
+
+
+def settings_of(**values: Any) -> Settings:
+    """Return the settings of a caller's keywords, Known if they can be."""
+    if is_dynamo_compiling():
+        return Settings(**values)
+    try:
+        return _known_settings(**values)
+    except TypeError:  # a value has no hash: the checks name it
+        return Settings(**values)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def known(*values: Any) -> object:
+    """Return an object, the same for equal values of equal types.
 
     Raises TypeError if a value has no hash.
     """

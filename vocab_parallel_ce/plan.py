@@ -23,7 +23,7 @@ from vocab_parallel_ce.in_place import OVERWRITTEN, check_not_overwritten
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
-from vocab_parallel_ce.options import Settings, known, shard_of_rank
+from vocab_parallel_ce.options import Known, Settings, known, shard_of_rank
 from vocab_parallel_ce.program import Programs, directly
 from vocab_parallel_ce.selection import obstacle_of_call, select
 from vocab_parallel_ce.shard import VocabShard
@@ -108,19 +108,27 @@ def plan_call(
     in_memory: Any = None
     try:
         if settings.gradient == "auto":
-            in_memory = may_overwrite(logits)
+            # Whether autograd sees every reader of the memory's owner. It does not for a leaf, or a view of one: the
+            # memory belongs to a parameter, or to a tensor outside the graph (a DTensor's local one). Nor for a
+            # subclass, which may wrap a tensor that somebody holds. Nor under saved-tensor hooks: autograd compares no
+            # version of what went through them.
+            owner = logits if logits._base is None else logits._base
+            in_memory = type(owner) is Tensor and not owner.is_leaf and not top_saved_tensor_hooks(True)
         elif settings.gradient == "in_forward":
             in_memory = begins_at_a_boundary(logits), is_view_in_graph(logits)
-        facts = loss, known(*settings), position, torch.is_grad_enabled(), in_memory
+        of_settings = settings if type(settings) is Known else known(*settings)
+        facts = loss, of_settings, position, torch.is_grad_enabled(), in_memory
         kind = _kinds.find(facts, (logits, *targets))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         kind = None
-    plan = None if kind is None else kind.made
-    if plan is None:
-        plan = checked_plan(loss, logits, targets, settings, position)
+    call: Call | None = None if kind is None else kind.made
+    if call is None:
+        plan = checked_plan(loss, logits, targets, settings, position, in_memory is True)
+        call = Call(plan, None, None)
         if kind is not None:
             is_flat = all(t is None or (t.is_contiguous() and not t.is_neg()) for t in (logits, *targets))
-            kind.made = plan = plan_of_one_kind(plan) if is_flat else plan
+            kind.made = call = Call(plan_of_one_kind(plan), None, None) if is_flat else call
+    plan = call.plan
     if getattr(logits.untyped_storage(), OVERWRITTEN, None) is not None:
         check_not_overwritten(logits)
     if plan.gradient in IN_PLACE:  # of each call: hooks come and go
@@ -130,11 +138,13 @@ def plan_call(
         tokens = Tokens(logits, "logits", logits.shape[:-1])
         check_memory(targets, tokens, settings)
         prepared = prepare(targets, tokens, settings, plan)
-    divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
+    if group is not None or num_items is not None:
+        divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
+        call = Call(plan, group, divisor)
     if verify.pending.get() is not None:
         check_summed(logits)
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
-    return Call(plan, group, divisor), prepared
+    return call, prepared
 
 
 def plan_of_one_kind(plan: Plan) -> Plan:
@@ -142,13 +152,15 @@ def plan_of_one_kind(plan: Plan) -> Plan:
     return plan if plan.launch is None else plan._replace(run=Programs(plan.launch).run)
 
 
-def checked_plan(loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int]) -> Plan:
+def checked_plan(
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, position: tuple[int, int], may_overwrite: bool
+) -> Plan:
     """Check the arguments of a loss over logits, except their memory, and return the plan."""
     checks.check_logits(logits)
     tokens = Tokens(logits, "logits", logits.shape[:-1])
     check(targets, tokens)
     loss.check(targets, tokens, settings)
-    plan = plan_of(loss, logits, targets, settings, *position)
+    plan = plan_of(loss, logits, targets, settings, *position, may_overwrite=may_overwrite)
     return plan._replace(is_prepared=are_prepared(targets, settings))
 
 
@@ -165,9 +177,18 @@ def has_weights(targets: Any) -> bool:
     return getattr(targets, "class_weight", None) is not None
 
 
-def plan_of(loss: Loss, logits: Tensor, targets: Any, settings: Settings, rank: int, n_ranks: int) -> Plan:
-    """Return the plan of a loss over checked ``logits``."""
-    mode = gradient_mode(settings.gradient, logits)
+def plan_of(
+    loss: Loss,
+    logits: Tensor,
+    targets: Any,
+    settings: Settings,
+    rank: int,
+    n_ranks: int,
+    *,
+    may_overwrite: bool = False,
+) -> Plan:
+    """Return the plan of a loss over checked ``logits``, which ``"auto"`` may overwrite or not."""
+    mode = gradient_mode(settings.gradient, logits, may_overwrite)
     is_aligned = mode == "in_forward" and begins_at_a_boundary(logits)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
     columns = logits.dtype, logits.shape[-1], device
@@ -244,7 +265,7 @@ def kernels_of(implementation: str) -> tuple[ModuleType | None, Callable[..., No
     return kernels, one_pass
 
 
-def gradient_mode(gradient: str, logits: Tensor) -> str:
+def gradient_mode(gradient: str, logits: Tensor, may_overwrite: bool) -> str:
     """Return the mode that runs; ``"auto"``, as a result, leaves to backward whether it writes over the logits.
 
     ``"in_forward"`` of a view in a graph is an error. A version raised in backward comes too late for a backward
@@ -252,7 +273,7 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
     :func:`is_view_in_graph`.
     """
     if gradient == "auto":
-        return "auto" if may_overwrite(logits) else "out_of_place"
+        return "auto" if may_overwrite else "out_of_place"
     if gradient == "in_forward" and torch.is_grad_enabled() and is_view_in_graph(logits):
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
@@ -260,17 +281,6 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
             "dimensions (no .view, no slice), or use 'in_backward'"
         )
     return gradient
-
-
-def may_overwrite(logits: Tensor) -> bool:
-    """Whether autograd sees every reader of the memory's owner, the logits or their base.
-
-    It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
-    DTensor's local one). Nor for a subclass, which may wrap a tensor that somebody holds. Nor under saved-tensor hooks:
-    autograd compares no version of what went through them.
-    """
-    owner = logits if logits._base is None else logits._base
-    return type(owner) is Tensor and not owner.is_leaf and not top_saved_tensor_hooks(True)
 
 
 def has_no_hooks() -> bool:

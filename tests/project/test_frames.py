@@ -35,8 +35,8 @@ def found():
 def test_a_launch_is_counted_and_nothing_is_not(found):
     assert found.pop("nothing") == {"frames": 0, "files": []}
     assert found.keys() == MOST.keys()
-    assert all({"program.py", "kernels/launch.py"} <= {*each["files"]} for each in found.values())
-    assert not {"spec.py", "reference.py"} & set(found["mean"]["files"])
+    assert all("program.py" in each["files"] for each in found.values())
+    assert not {"spec.py", "reference.py", "kernels/launch.py"} & set(found["mean"]["files"])
 
 
 @pytest.mark.parametrize("name", MOST)

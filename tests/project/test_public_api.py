@@ -130,7 +130,7 @@ def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, fun
     def stop(*args, **kwargs):
         raise InterruptedError
 
-    monkeypatch.setattr(module, "Settings", kept(Settings))
+    monkeypatch.setattr(module, "settings_of", kept(Settings))
     monkeypatch.setattr(module, "HeadSettings", kept(HeadSettings), raising=False)
     monkeypatch.setattr(module, "divided_by", lambda num_items, settings: settings)
     monkeypatch.setattr(module, "run_head" if "linear" in function.__name__ else "run_logits", stop)

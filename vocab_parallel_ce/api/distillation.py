@@ -22,7 +22,7 @@ from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, targets_of
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
 from vocab_parallel_ce.losses.top_k_teacher import TOP_K
-from vocab_parallel_ce.options import HeadSettings, Settings, divided_by
+from vocab_parallel_ce.options import HeadSettings, divided_by, settings_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
 
@@ -98,7 +98,7 @@ def distillation_loss(
         >>> student.grad
         tensor([[-0.2311,  0.2311]])
     """
-    settings = Settings(
+    settings = settings_of(
         divergence=divergence,
         beta=beta,
         temperature=temperature,
@@ -185,7 +185,7 @@ def linear_distillation_loss(
         >>> student.weight.grad.shape
         torch.Size([4, 3])
     """
-    settings = Settings(
+    settings = settings_of(
         divergence=divergence,
         beta=beta,
         temperature=temperature,

@@ -24,7 +24,7 @@ from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.settings import COUNT
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Settings, checked_outputs, divided_by
+from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, checked_outputs, divided_by, settings_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
 
@@ -130,7 +130,7 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.grad.shape
         (torch.Size([2, 3]), torch.Size([4, 3]))
     """
-    settings = Settings(
+    settings = settings_of(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -198,7 +198,7 @@ def linear_token_log_probs(
     """
     requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
     has_ids = are_given_ids(labels, hidden)
-    settings = Settings(
+    settings = settings_of(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,

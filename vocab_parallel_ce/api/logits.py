@@ -24,7 +24,7 @@ from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.losses.soft_labels import SOFT_LABELS, SoftLabels
-from vocab_parallel_ce.options import Settings, checked_outputs, divided_by
+from vocab_parallel_ce.options import checked_outputs, divided_by, settings_of
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -134,7 +134,7 @@ def vocab_parallel_cross_entropy(
         tensor([[-0.2130,  0.1065,  0.1065],
                 [ 0.0000,  0.0000,  0.0000]])
     """
-    settings = Settings(
+    settings = settings_of(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -231,7 +231,7 @@ def token_log_probs(
     """
     requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
     has_ids = are_given_ids(labels, logits)
-    settings = Settings(
+    settings = settings_of(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,

@@ -18,7 +18,7 @@ from vocab_parallel_ce.api.call import (
 )
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.options import HeadSettings, Settings, checked_outputs
+from vocab_parallel_ce.options import HeadSettings, checked_outputs, settings_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
 
@@ -103,7 +103,7 @@ def linear_objective(
         (tensor([-1.3863, -1.3863]), tensor([-0.5000,  0.0000,  0.0000,  0.5000]))
     """
     requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
-    settings = Settings(
+    settings = settings_of(
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from vocab_parallel_ce.blocks import Block, StatisticsBlock
+from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.program import Step, recording
@@ -171,7 +171,7 @@ def walk_launch(
     kernel: Any,
     rows: Rows,
     values: tuple[Any, ...],
-    block: Block | StatisticsBlock,
+    block: Block,
     compiler: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
