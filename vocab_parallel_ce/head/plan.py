@@ -98,7 +98,6 @@ class LinearCall(NamedTuple):
     expected: Expected | None  # of reduction "none", whose gradients forward computes
     objective: RowObjective | None  # of log-probabilities
     n_kept: int  # number of rows whose logits are kept for backward
-    is_one_program: bool  # as the plan says, unless the call leaves tokens out
 
     @property
     def n_rows(self) -> int:
@@ -170,7 +169,6 @@ def plan_linear_call(
         expected=expected,
         objective=row_objective,
         n_kept=kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
-        is_one_program=planned.is_one_program and order is None and overflow is None,
     )
     return linear, arguments.head, targets
 
@@ -330,12 +328,6 @@ def _plan_of_logits(
     )
     # Cached apart from the number of tokens, which may be another at each step.
     return cached_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), key)
-
-
-def in_backward(linear: LinearCall, divisor: Tensor | None) -> LinearCall:
-    """Return the call as backward recomputes it, with the ``divisor`` that was saved."""
-    plan = linear.call.plan._replace(gradient="in_backward")
-    return linear._replace(call=linear.call._replace(plan=plan, divisor=divisor))
 
 
 def _chunks_and_order(
