@@ -317,7 +317,7 @@ class Products:
         d_hidden = self.hidden.new_gradient(rows)
         if d_hidden is not None:
             step(fill_product, d_hidden, d_logits, self.weight)
-            if self.linear.head.reduces or self.linear.head.sequence_parallel:
+            if self.linear.head.reduces:
                 self.hidden.reduce_later(rows, d_hidden)
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
