@@ -166,27 +166,22 @@ def fill_product(product: Tensor, a: Tensor, b: Tensor) -> None:
 
 def fill_first(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Fill ``total [C, D]`` with the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of the first chunk."""
-    d_logits, hidden = weight_factors(total, d_logits, hidden)
     if total.dtype == hidden.dtype:
-        torch.mm(d_logits, hidden, out=total)
+        torch.mm(d_logits.t(), hidden, out=total)
+    elif writes_fp32(hidden):
+        torch.mm(d_logits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
-        torch.mm(d_logits, hidden, out_dtype=total.dtype, out=total)
+        torch.mm(d_logits.t().to(total.dtype), hidden.to(total.dtype), out=total)
 
 
 def add_another(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Add the product of another chunk to ``total``."""
-    d_logits, hidden = weight_factors(total, d_logits, hidden)
     if total.dtype == hidden.dtype:
-        total.addmm_(d_logits, hidden)
+        total.addmm_(d_logits.t(), hidden)
+    elif writes_fp32(hidden):
+        torch.addmm(total, d_logits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, d_logits, hidden, out_dtype=total.dtype, out=total)
-
-
-def weight_factors(total: Tensor, d_logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``d_logits.T`` and ``hidden`` as a product of the dtype of ``total`` takes them."""
-    if total.dtype == hidden.dtype or writes_fp32(hidden):
-        return d_logits.t(), hidden
-    return d_logits.t().to(total.dtype), hidden.to(total.dtype)
+        total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype))
 
 
 def add_sum(d_bias: Tensor, d_logits: Tensor) -> None:
