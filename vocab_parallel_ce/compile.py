@@ -215,17 +215,14 @@ def _forward(*arguments: Any) -> list[Tensor]:
 def _forward_of_head(*arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
     linear, local_head, targets = call.plan_head()
-    others: list[Tensor | None]
+    wanted = call.wanted if call.has_gradients else loops.NOTHING
     with without_autocast(local_head.hidden.device):
-        if call.has_gradients:
-            outputs, gradients, _ = loops.forward_with_gradients(linear, local_head, targets, call.wanted)
-            others = [linear.overflow, *_like_inputs(gradients, call)]
-        else:
-            outputs, stats, _ = loops.forward(linear, local_head, targets)
-            # As many rows as tokens: how many are left out is known when it runs.
-            n_rows = math.prod(call.shape)
-            others = [F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats]
-    return _present([*outputs, *others])
+        found = loops.forward(linear, local_head, targets, wanted)
+    if call.has_gradients:
+        return _present([*found.outputs, linear.overflow, *_like_inputs(found.gradients, call)])
+    # As many rows as tokens: how many are left out is known when it runs.
+    n_rows = math.prod(call.shape)
+    return _present([*found.outputs, *[F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in found.stats]])
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:

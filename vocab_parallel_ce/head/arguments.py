@@ -30,11 +30,16 @@ class Arguments(NamedTuple):
     expected_grad_output: Tensor | None = None
     objective: Objective | None = None
 
+    @property
+    def knows_grad_output(self) -> bool:
+        """Whether forward knows what will multiply each loss, except one factor for all."""
+        return self.expected_grad_output is not None or self.objective is not None
+
 
 def with_local_rows(arguments: Arguments, settings: Settings, position: tuple[int, int]) -> tuple[Arguments, Settings]:
     """Return the arguments of this rank: the rows of DTensors; one of padding, with no gradient, if it has none."""
     (hidden, weight, bias), group = arguments.head, arguments.group
-    if is_dtensor(weight) or is_dtensor(bias):
+    if is_dtensor(weight) or (bias is not None and is_dtensor(bias)):
         if is_dtensor(weight):
             settings = settings._replace(vocab_size=shard_of_dtensor(arguments.head, settings, *position))
         weight = local_rows("weight", weight, group)

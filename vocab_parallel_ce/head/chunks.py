@@ -113,8 +113,8 @@ def most_kept(keep_logits: str, token_bytes: int, n_tokens: int) -> int:
 
 
 def kept_rows(keep_logits: str, chunks: Sequence[slice], token_bytes: int) -> int:
-    """Return the number of rows whose logits are kept: those of whole chunks, from the first on."""
-    if keep_logits == "none" or not chunks:
+    """Return the number of rows whose logits are kept, unless none are to be: of whole chunks, from the first on."""
+    if not chunks:
         return 0
     most, first = most_kept(keep_logits, token_bytes, chunks[-1].stop), chunks[0].stop
     if most < first:
@@ -148,18 +148,45 @@ class TokenOrder(NamedTuple):
         return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[self.row_of_token.view(*shape)]
 
 
-def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
-    """Return the order of the first ``n_rows`` valid tokens of ``is_valid [N]``, without waiting for the device."""
-    n_tokens = is_valid.shape[0]
+def order_of_valid(
+    is_valid: Tensor, count: Tensor, valid_tokens: int | str | None, check_labels: bool | str
+) -> tuple[TokenOrder | None, Tensor | None]:
+    """Return the order of the valid tokens of ``is_valid [N]``, None if too many are to leave others out.
+
+    ``valid_tokens`` are the most that are valid. For a number the host does not wait for the device; also return the
+    factor of the loss ``[]``, NaN if more are valid, in whose place ValueError is raised where ``check_labels`` looks.
+    Otherwise it waits for ``count``, as that of a CPU always is.
+    """
+    n_tokens, overflow = is_valid.shape[0], None
+    if valid_tokens is None or isinstance(valid_tokens, str):
+        if count.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("valid_tokens: expected a number in a CUDA graph, got 'count', which waits for the device")
+        n_rows = int(count)
+    else:
+        if checks.looks_at(count, check_labels) and int(count) > valid_tokens:
+            raise ValueError(
+                f"valid_tokens: must be at least the number of labels that are not ignored, {int(count)}, got "
+                f"{valid_tokens}; pass an upper bound, or 'count'"
+            )
+        n_rows, overflow = valid_tokens, count.new_ones((), dtype=torch.float32)
+        overflow.masked_fill_(count[0] > valid_tokens, float("nan"))
+    if n_tokens == 0 or n_rows > MOST_VALID * n_tokens:
+        return None, overflow
+    n_rows = max(1, n_rows)
     counted = is_valid.cumsum(0)
     row = torch.where(is_valid & (counted <= n_rows), counted - 1, n_rows)
     token = row.new_full((n_rows + 1,), n_tokens)
     token.scatter_(0, row, torch.arange(n_tokens, device=row.device))
-    return TokenOrder(token[:n_rows], row)
+    return TokenOrder(token[:n_rows], row), overflow
 
 
-def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder:
-    """Return the order in which a chunk has the same part of each rank's tokens: 0 1 4 5, 2 3 6 7 on 2 ranks."""
+def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder | None:
+    """Return the order in which a chunk has the same part of each rank's tokens: 0 1 4 5, 2 3 6 7 on 2 ranks.
+
+    None of a single chunk, whose tokens have it.
+    """
+    if len(chunks) < 2:
+        return None
     tokens = torch.arange(n_tokens, device=device)
     by_rank = tokens.view(n_ranks, -1)
     token = torch.cat([by_rank[:, part_of_rank(rows, n_ranks)].reshape(-1) for rows in chunks])
@@ -169,35 +196,3 @@ def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device:
 def part_of_rank(rows: slice, n_ranks: int) -> slice:
     """Return which of its tokens each rank has in a chunk, with sequence parallelism."""
     return slice(rows.start // n_ranks, rows.stop // n_ranks)
-
-
-def overflow_of(count: Tensor | None, valid_tokens: int | str | None, check_labels: bool | str) -> Tensor | None:
-    """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said.
-
-    Raises ValueError in its place where ``check_labels`` looks.
-    """
-    if count is None or valid_tokens is None or isinstance(valid_tokens, str):
-        return None
-    if checks.looks_at(count, check_labels) and int(count) > valid_tokens:
-        raise ValueError(
-            f"valid_tokens: must be at least the number of labels that are not ignored, {int(count)}, got "
-            f"{valid_tokens}; pass an upper bound, or 'count'"
-        )
-    factor = count.new_ones((), dtype=torch.float32)
-    return factor.masked_fill_(count[0] > valid_tokens, float("nan"))
-
-
-def rows_of_valid(count: Tensor, valid_tokens: int | str | None, n_tokens: int) -> int | None:
-    """Return how many rows are enough for the valid tokens; None if that is not known, or too many to leave others out.
-
-    ``valid_tokens`` are the most that are valid, None if the caller does not say: the host of a CPU knows ``count``.
-    """
-    if isinstance(valid_tokens, str) or (valid_tokens is None and count.device.type == "cpu"):
-        if count.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("valid_tokens: expected a number in a CUDA graph, got 'count', which waits for the device")
-        n_rows = int(count)
-    elif valid_tokens is None:
-        return None
-    else:
-        n_rows = valid_tokens
-    return None if n_tokens == 0 or n_rows > MOST_VALID * n_tokens else max(1, n_rows)

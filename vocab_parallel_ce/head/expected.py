@@ -18,6 +18,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.targets import Tokens
 
 TOLERANCE = 2.0**-20  # relative: some roundings of fp32
@@ -36,8 +37,11 @@ class Expected(NamedTuple):
     is_valid: Tensor  # [N] bool: not ignored
 
 
-def check_expected(factors: Any, tokens: Tokens) -> None:
-    """Raise unless ``factors`` is a tensor of one real number per token."""
+def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set[torch.dtype]) -> None:
+    """Raise unless ``factors`` is a tensor of one real number per token, with which forward may compute gradients.
+
+    ``dtypes`` are those that they are rounded to.
+    """
     name, device = "expected_grad_output", tokens.tensor.device
     if not isinstance(factors, Tensor) or factors.is_complex():
         got = getattr(factors, "dtype", type(factors).__name__)
@@ -48,6 +52,14 @@ def check_expected(factors: Any, tokens: Tokens) -> None:
     if factors.shape != tokens.shape or factors.device != device:
         expected, got = f"{tuple(tokens.shape)} on {device}", f"{tuple(factors.shape)} on {factors.device}"
         raise ValueError(f"{name}: expected shape {expected}, got {got}; pass one number for each label")
+    if (settings.reduction, settings.gradient) != ("none", "in_forward"):
+        got = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
+        raise ValueError(f"{name}: expected reduction='none' and gradient='in_forward', got {got}; pass those")
+    if torch.float16 in dtypes:
+        raise ValueError(
+            f"{name}: expected bf16 or fp32, because small gradients of fp16 would underflow before the loss scale "
+            "multiplies them, got fp16; use gradient='in_backward' without it"
+        )
 
 
 def expected_of(factors: Tensor, is_valid: Tensor, order: TokenOrder | None) -> Expected:

@@ -1,4 +1,4 @@
-"""A head and its loss chunk by chunk: the loops over chunks, without and with gradients.
+"""A head and its loss chunk by chunk: the loop over chunks, without and with gradients.
 
 logits   [n, C] = hidden @ weight.T + bias      in a buffer that all chunks share, unless they are kept
 logits -> statistics -> exchange -> outputs, gradient over the buffer, or in one of 16 bits alongside fp32 logits
@@ -20,93 +20,70 @@ from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import Gradients, Products, Wanted
 from vocab_parallel_ce.layout import cut, per_row
-from vocab_parallel_ce.plan import Call, Plan
+from vocab_parallel_ce.plan import Plan, has_no_hooks
 from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, at
 
+NOTHING: Wanted = (False, False, False)
 
-def forward(
-    linear: LinearCall, local: Head, targets: Any, *, keeps: bool = False
-) -> tuple[TokenOutputs, Stats, Tensor | None]:
-    """Return the outputs of all tokens, the statistics of all ranks, and with ``keeps`` the logits that are kept.
 
-    Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
-    parallelism one of hidden states per chunk.
+class Found(NamedTuple):
+    """What forward returns."""
+
+    outputs: TokenOutputs  # of all tokens
+    gradients: Gradients  # of the sum of the losses, times expected grad_outputs
+    stats: Stats  # of all ranks, if backward may recompute
+    logits: Tensor | None  # those that are kept for backward
+
+
+def forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted = NOTHING) -> Found:
+    """Compute the outputs, and the gradients that are ``wanted``.
+
+    Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk. With gradients
+    one or two per chunk, or twice as many. Also those of :class:`HiddenStates`.
     """
-    call, plan, n_rows, kept = linear.call, linear.call.plan, linear.n_rows, None
-    outputs, by_row = _new_outputs(linear, local.hidden)
-    if keeps and linear.n_kept:
-        kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
-    products = Products(linear, local, targets, (False, False, False), kept, fills_kept=True)
-    stats = run.new_statistics(plan, n_rows, local.hidden)
-    local_stats = cut(stats[0], slice(plan.rank, plan.rank + 1))
-    for rows, _, logits, _ in products.chunks():
-        chunk_targets = plan.loss.at(targets, rows)
-        if plan.launchers.second is None:
-            run.launched(plan, run.fill_statistics, (logits, cut(local_stats, rows, dim=1), *chunk_targets))
-        else:
-            # What the second exchange needs is there while the chunk's logits are.
-            chunk_stats = run.launched(plan, run.statistics, (logits, *chunk_targets))
-            run.exchange(call, logits, chunk_targets, chunk_stats)
-            for each, chunk_each in zip(stats, chunk_stats, strict=True):
-                each[:, rows] = chunk_each
-        del logits, chunk_targets  # a teacher's head makes the next ones
-    if plan.launchers.second is None:
-        all_gather_stats(stats[0], plan.rank, call.group)
-    plan.launchers.outputs(stats, targets, call.divisor, by_row)
-    if linear.objective is not None:
-        linear.objective.fill(slice(0, n_rows), by_row)
-    return _returned(linear, outputs), stats, kept
-
-
-def forward_with_gradients(
-    linear: LinearCall, local: Head, targets: Any, wanted: Wanted
-) -> tuple[TokenOutputs, Gradients, Stats]:
-    """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
-
-    Also return the statistics of all ranks, if backward may recompute.
-
-    Collectives: one or two all_gathers of statistics per chunk, twice as many of a loss with a second exchange, and
-    those of :class:`HiddenStates`.
-    """
-    if linear.is_one_program:
-        return *_of_one_program(linear, local, targets, wanted), ()
-    return _chunk_by_chunk(linear, local, targets, wanted)
-
-
-def _chunk_by_chunk(
-    linear: LinearCall, local: Head, targets: Any, wanted: Wanted
-) -> tuple[TokenOutputs, Gradients, Stats]:
-    """Return the same, of a call that may have a program too."""
-    outputs, by_row = _new_outputs(linear, local.hidden)
-    products = Products(linear, local, targets, wanted)
-    stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
-    grads = GradOutputs() if linear.expected is None else GradOutputs(linear.expected.by_row)
-    gradients = _gradients(products, stats, grads, by_row)
-    return _returned(linear, outputs), gradients, stats
-
-
-def _of_one_program(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> tuple[TokenOutputs, Gradients]:
-    """Return the same of a call that may have a program, which keeps no statistics."""
-    shape = local.hidden.shape
+    if not (linear.head.is_one_program and linear.order is None and linear.overflow is None):
+        return _forward(linear, local, targets, wanted)
+    plan, shape = linear.call.plan, local.hidden.shape
     hidden = local.hidden if len(shape) == 2 else local.hidden.reshape(-1, shape[-1])
     tensors = (hidden, local.weight, local.bias, linear.call.divisor, linear.is_valid, *targets)
-    *outputs, d_hidden, d_weight, d_bias = run.launched(linear.call.plan, _one_chunk, tensors, linear, wanted)
+    # As run.launched does, without its frame.
+    *outputs, d_hidden, d_weight, d_bias = plan.run(None, _one_chunk, tensors, plan, linear, wanted)
     if d_hidden is not None and len(shape) > 2:
         d_hidden = d_hidden.view(shape)
-    return TokenOutputs(*outputs), (d_hidden, d_weight, d_bias)
+    return Found(TokenOutputs(*outputs), (d_hidden, d_weight, d_bias), (), None)
 
 
 def _one_chunk(plan: Plan, linear: LinearCall, wanted: Wanted, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the outputs and the gradients of a call of one chunk and one rank."""
+    """Return the outputs and the gradients of a call that may have a program."""
     hidden, weight, bias, divisor, is_valid, *targets = tensors
     linear = linear._replace(call=linear.call._replace(divisor=divisor), is_valid=is_valid)
-    local = Head(hidden, weight, bias)  # type: ignore[arg-type]
-    outputs, gradients, _ = _chunk_by_chunk(linear, local, plan.loss.Targets(*targets), wanted)
-    return *outputs, *gradients
+    found = _forward(linear, Head(hidden, weight, bias), plan.loss.Targets(*targets), wanted)  # type: ignore[arg-type]
+    return *found.outputs, *found.gradients
+
+
+def _forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
+    """Return the same, of any call."""
+    plan, kept = linear.call.plan, None
+    outputs, by_row = _new_outputs(linear, local.hidden)
+    # Backward overwrites kept logits, which saved-tensor hooks would see.
+    if linear.n_kept and linear.head.needs_gradient and has_no_hooks():
+        kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
+    products = Products(linear, local, targets, wanted, kept, fills_kept=True)
+    grads = GradOutputs(None if linear.expected is None else linear.expected.by_row) if any(wanted) else None
+    keeps = grads is None or linear.head.recomputes
+    stats = run.new_statistics(plan, linear.n_rows, local.hidden) if keeps else ()
+    gradients = _walk(products, stats, grads, by_row)
+    if grads is None:
+        if plan.launchers.second is None:
+            all_gather_stats(stats[0], plan.rank, linear.call.group)
+        plan.launchers.outputs(stats, targets, linear.call.divisor, by_row)
+        if linear.objective is not None:
+            linear.objective.fill(slice(0, linear.n_rows), by_row)
+    return Found(_returned(linear, outputs), gradients, stats, kept)
 
 
 def backward(
@@ -124,105 +101,98 @@ def backward(
     """
     grads = run.with_loss(grads, stats[0])
     grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad) for grad in grads])
-    return _gradients(Products(linear, local, targets, wanted, kept), stats, grads)
+    return _walk(Products(linear, local, targets, wanted, kept), stats, grads)
 
 
-def _gradients(products: Products, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None = None) -> Gradients:
-    """Return the gradients of all chunks; ``grads`` are of rows, unless an objective has them.
+def _walk(
+    products: Products, stats: Stats, grads: GradOutputs | None, outputs: TokenOutputs | None = None
+) -> Gradients:
+    """Walk over all chunks, and return the gradients; ``grads`` are of rows, unless an objective has them.
 
-    Forward has ``outputs`` to fill, and perhaps ``stats``. For backward, ``stats`` are those of forward.
+    Forward has ``outputs`` to fill, and perhaps ``stats``; ``grads`` are None if it is to fill ``stats`` alone. For
+    backward, ``stats`` are those of forward.
     """
+    linear, plan = products.linear, products.linear.call.plan
     for rows, states, logits, d_logits in products.chunks():
-        _fill_gradient(products, rows, logits, d_logits, stats, grads, outputs)
-        products.add_gradients(rows, states, d_logits)
+        if grads is None:
+            _fill_statistics(linear, rows, logits, plan.loss.at(products.targets, rows), stats)
+        else:
+            parts = _parts(products, rows, logits, d_logits, stats if outputs is None else None)
+            while parts:
+                _fill_part(linear, parts.pop(0), stats, grads, outputs)
+            products.add_gradients(rows, states, d_logits)
         del logits, d_logits  # the buffers end before the gradients are rounded
     return products.gradients()
+
+
+def _fill_statistics(linear: LinearCall, rows: slice, logits: Tensor, targets: Any, stats: Stats) -> None:
+    """Fill a chunk's rows of ``stats``: those of this rank, or of all if there is a second exchange."""
+    call, plan = linear.call, linear.call.plan
+    if plan.launchers.second is None:
+        own = cut(stats[0], slice(plan.rank, plan.rank + 1))
+        run.launched(plan, run.fill_statistics, (logits, cut(own, rows, dim=1), *targets))
+        return
+    # What the second exchange needs is there while the chunk's logits are.
+    of_chunk = run.launched(plan, run.statistics, (logits, *targets))
+    run.exchange(call, logits, targets, of_chunk)
+    for each, of_rows in zip(stats, of_chunk, strict=True):
+        each[:, rows] = of_rows
 
 
 class Part(NamedTuple):
     """Some rows of a chunk."""
 
-    of_chunk: slice
     rows: slice  # of all chunks
     logits: Tensor
+    d_logits: Tensor  # memory of their gradient
     targets: Any
     stats: Stats | None  # None for one_pass
     handle: Any  # of their exchange, None for one rank
 
 
-def _fill_gradient(
-    products: Products,
-    rows: slice,
-    logits: Tensor,
-    d_logits: Tensor,
-    stats: Stats,
-    grads: GradOutputs,
-    outputs: TokenOutputs | None,
-) -> None:
-    """Fill a chunk's ``d_logits``, and its outputs if there are some."""
-    linear, parts = products.linear, list[Part]()
-    plan, divisor = linear.call.plan, linear.call.divisor
-    counts = outputs is not None and linear.head.counts_in_launch
-    count = make(logits, 1, dtype=torch.int32) if counts else None
+def _parts(products: Products, rows: slice, logits: Tensor, d_logits: Tensor, known: Stats | None) -> list[Part]:
+    """Return a chunk's parts, whose exchanges have begun; with statistics that are ``known`` one part."""
+    call, plan, parts = products.linear.call, products.linear.call.plan, list[Part]()
     targets = plan.loss.at(products.targets, rows)
-    of_parts = parts_of(logits.shape[0], 1 if outputs is None else plan.n_ranks)
+    of_parts = parts_of(logits.shape[0], plan.n_ranks if known is None else 1)
     for of_chunk in of_parts:
         part_rows = slice(rows.start + of_chunk.start, rows.start + of_chunk.stop)
-        part_logits = cut(logits, of_chunk)
         part_targets = targets if len(of_parts) == 1 else at(targets, of_chunk)
-        if outputs is None:
-            exchange: Any = tuple([cut(each, part_rows, dim=1).contiguous() for each in stats]), None
-        else:
-            exchange = _begin_exchange(linear.call, part_logits, part_targets)
-        parts.append(Part(of_chunk, part_rows, part_logits, part_targets, *exchange))
+        part_logits, stats, handle = cut(logits, of_chunk), None, None
+        gradient = part_logits if d_logits is logits else cut(d_logits, of_chunk)
+        if known is not None:
+            stats = tuple([cut(each, part_rows, dim=1).contiguous() for each in known])
+        elif not run.takes_one_pass(plan, part_logits.shape[0]):
+            stats = run.launched(plan, run.statistics, (part_logits, *part_targets))
+            if plan.n_ranks > 1:
+                handle = begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
+        parts.append(Part(part_rows, part_logits, gradient, part_targets, stats, handle))
         if products.hidden.unreduced is not None:
             products.hidden.begin_reduce()  # before the other part's exchange: that waits less than a product would
-    del targets, part_targets  # they may hold a teacher's logits
-    while parts:
-        part = parts.pop(0)
-        part_grads = None if outputs is None else _fill_part(linear, part, stats, outputs, count)
-        if part.stats is not None:
-            if part_grads is None:
-                of_part = [None if each is None else cut(each, part.rows) for each in grads]
-                part_grads = GradOutputs._make(of_part)
-            gradient = part.logits if d_logits is logits else cut(d_logits, part.of_chunk)
-            part_targets, found = part.targets, (count if counts else divisor, *part.stats)
-            if linear.objective is not None:
-                part_targets = linear.objective.counted(part_targets, plan.options.ignore_index)
-            run.fill_gradient(plan, part.logits, found, part_targets, part_grads, gradient)
-            del part_targets
-        del part
+    return parts
 
 
-def _fill_part(
-    linear: LinearCall, part: Part, stats: Stats, outputs: TokenOutputs, count: Tensor | None
-) -> GradOutputs | None:
-    """Fill a part's outputs, and its statistics among ``stats`` if they are kept.
-
-    Return an objective's derivatives by the outputs, if there is one. ``one_pass`` also writes the gradient over the
-    logits.
-    """
-    call, plan = linear.call, linear.call.plan
-    part_outputs = TokenOutputs._make([None if each is None else cut(each, part.rows) for each in outputs])
-    if part.stats is None:
-        run.launched(plan, run.one_pass, (part.logits, call.divisor, *part.targets, *part_outputs))
-        return None
-    run.exchange(call, part.logits, part.targets, part.stats, part.handle)
-    run.launched(plan, run.fill_part, (*part.stats, call.divisor, count, *part.targets, *part_outputs))
-    for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
-        each[:, part.rows] = part_each
-    return None if linear.objective is None else linear.objective.fill_and_differentiate(part.rows, part_outputs)
-
-
-def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats | None, Any]:
-    """Return a part's statistics, and the handle of their exchange, None for one rank; no statistics for one_pass."""
-    plan = call.plan
-    if run.takes_one_pass(plan, logits.shape[0]):
-        return None, None
-    stats = run.launched(plan, run.statistics, (logits, *targets))
-    if plan.n_ranks == 1:
-        return stats, None
-    return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
+def _fill_part(linear: LinearCall, part: Part, stats: Stats, grads: GradOutputs, outputs: TokenOutputs | None) -> None:
+    """Fill a part's gradient; before that its outputs, and its rows of ``stats``, if there are some to fill."""
+    call, plan, targets, divisor = linear.call, linear.call.plan, part.targets, linear.call.divisor
+    if outputs is not None:
+        part_outputs = TokenOutputs._make([None if each is None else cut(each, part.rows) for each in outputs])
+        if part.stats is None:
+            run.launched(plan, run.one_pass, (part.logits, divisor, *targets, *part_outputs))
+            return
+        run.exchange(call, part.logits, targets, part.stats, part.handle)
+        count = make(part.logits, 1, dtype=torch.int32) if linear.head.counts_in_launch else None
+        run.launched(plan, run.fill_part, (*part.stats, divisor, count, *targets, *part_outputs))
+        for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
+            each[:, part.rows] = part_each
+        divisor = divisor if count is None else count
+    if linear.objective is None:
+        grads = GradOutputs._make([None if each is None else cut(each, part.rows) for each in grads])
+    else:
+        grads = linear.objective.fill_and_differentiate(part.rows, part_outputs)
+        targets = linear.objective.counted(targets, plan.options.ignore_index)
+    assert part.stats is not None
+    run.fill_gradient(plan, part.logits, (divisor, *part.stats), targets, grads, part.d_logits)
 
 
 def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gradients:
@@ -231,7 +201,8 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
         grad_output = grad_output * linear.overflow
     # Of ``data``, autograd counts no versions: a backward after this one may recompute.
     d_hidden, d_weight, d_bias = [None if grad is None else grad.data for grad in gradients]
-    run.launched(linear.call.plan, _scale, (grad_output, d_hidden, d_weight, d_bias))
+    plan = linear.call.plan
+    plan.run(None, _scale, (grad_output, d_hidden, d_weight, d_bias), plan)
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.add_(d_weight)
     return d_hidden, d_weight, d_bias

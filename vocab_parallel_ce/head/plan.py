@@ -27,24 +27,14 @@ from vocab_parallel_ce.head.chunks import (
     kept_rows,
     order_of_ranks,
     order_of_valid,
-    overflow_of,
-    rows_of_valid,
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
-from vocab_parallel_ce.head.settings import check_expects, check_head_settings, gradient_of, rounded_dtypes
+from vocab_parallel_ce.head.settings import check_head_settings, check_one_pass, gradient_of, rounded_dtypes
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Settings, known, shard_of_rank
-from vocab_parallel_ce.plan import (
-    Call,
-    Plan,
-    PlanKey,
-    cached_plan,
-    checked_divisor,
-    has_weights,
-    plan_of_one_kind,
-)
+from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, has_weights, plan_of_one_kind
 from vocab_parallel_ce.run import takes_one_pass
 from vocab_parallel_ce.spec import label_weights
 from vocab_parallel_ce.summed import check_summed_once
@@ -67,19 +57,15 @@ class HeadPlan(NamedTuple):
     shape: tuple[int, ...]  # of the tokens, with sequence parallelism of all ranks' tokens
     dtype: torch.dtype  # of the products
     logits_dtype: torch.dtype  # that, or fp32
-    chunk: int  # tokens
     chunks: tuple[slice, ...]  # of all tokens
     keep_logits: str
     kept_bytes: int  # of a token's kept logits
-    is_mean: bool
-    divides_by_weights: bool  # a mean
-    counts: bool  # whether the number of valid tokens is needed before any launch
-    may_order: bool  # whether ignored tokens may be left out, or ranks' tokens are interleaved
+    mean_over: str  # as that of a plan of logits, if the number or the sum is needed before any launch; otherwise ""
+    leaves_out: bool  # whether ignored tokens may be left out
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
     is_one_program: bool  # whether forward, of one rank's only chunk with gradients, may be one program
     counts_in_launch: bool  # whether that counts a mean's valid tokens
-    is_prepared: bool  # whether a caller's targets are prepared as they are
     sequence_parallel: bool
     reduces: bool  # d_hidden, over several ranks
 
@@ -98,7 +84,6 @@ class LinearCall(NamedTuple):
     expected: Expected | None  # of reduction "none", whose gradients forward computes
     objective: RowObjective | None  # of log-probabilities
     n_kept: int  # number of rows whose logits are kept for backward
-    is_one_program: bool  # as the plan says, unless the call leaves tokens out
 
     @property
     def n_rows(self) -> int:
@@ -120,29 +105,29 @@ def plan_linear_call(
     position, parameter = group_position(arguments.group), arguments.head.weight
     checks.check_no_transforms(*arguments.head, *arguments.targets, *arguments[3:6])
     arguments, settings = with_local_rows(arguments, settings, position)
-    (hidden, weight, bias), targets, group, num_items, main_grad, expected_grad_output, objective = arguments
     planned = cached_head_plan(loss, arguments, settings, head, position)
-    plan = planned.plan
-    if hidden.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # their memory is not what they mean
-        resolved = Head(hidden.resolve_neg(), weight.resolve_neg(), None if bias is None else bias.resolve_neg())
-        arguments = arguments._replace(head=resolved)
+    (hidden, *_), targets, group, num_items, main_grad, expected_grad_output, objective = arguments
+    plan, local = planned.plan, Head._make([t if t is None else t.resolve_neg() for t in arguments.head])
     if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
         check_summed_once(hidden, group)
-    if not planned.is_prepared:
+    if not plan.is_prepared:
         tokens = Tokens(hidden, "hidden", planned.shape)
         check_memory(targets, tokens, settings)
         targets = prepare(targets, tokens, settings, plan)
     if objective is not None:
-        dtypes = rounded_dtypes(planned.dtype, arguments.head) if planned.needs_gradient else set()
+        dtypes = rounded_dtypes(planned.dtype, local) if planned.needs_gradient else set()
         check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, dtypes)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
-    count = is_valid.sum(0, keepdim=True) if planned.counts else None
+    count = is_valid.sum(0, keepdim=True) if planned.leaves_out or planned.mean_over == "rows" else None
     chunks, overflow, order = planned.chunks, None, None
-    if planned.may_order:
-        overflow = overflow_of(count, head.valid_tokens, settings.check_labels)
-        chunks, order = _chunks_and_order(planned, is_valid, count, head.valid_tokens)
+    if planned.sequence_parallel:
+        order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
+    elif planned.leaves_out:
+        assert count is not None
+        order, overflow = order_of_valid(is_valid, count, head.valid_tokens, settings.check_labels)
+        chunks = chunks if order is None else chunks_of(order.token_of_row.shape[0], chunks[0].stop)
     if order is not None:
         targets = loss.in_order(targets, order, settings)
     if planned.recomputes and planned.needs_gradient:
@@ -155,9 +140,9 @@ def plan_linear_call(
     row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
     if verify.pending.get() is not None:
         by_token = None if expected is None else expected.by_token
-        compare(arguments, by_token, is_valid, plan.shard, planned.dtype, settings, head)
-    if planned.is_mean and not planned.counts_in_launch:  # last: it may be a collective
-        divisor = _divisor_of_weights(plan, targets, group) if planned.divides_by_weights else count
+        compare(arguments._replace(head=local), by_token, is_valid, plan.shard, planned.dtype, settings, head)
+    if planned.mean_over:  # last: it may be a collective
+        divisor = count if planned.mean_over == "rows" else _divisor_of_weights(plan, targets, group)
     linear = LinearCall(
         head=planned,
         call=Call(plan, group, divisor),
@@ -169,10 +154,9 @@ def plan_linear_call(
         parameter=parameter if main_grad is not None and hasattr(parameter, "grad_added_to_main_grad") else None,
         expected=expected,
         objective=row_objective,
-        n_kept=kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
-        is_one_program=planned.is_one_program and order is None and overflow is None,
+        n_kept=0 if planned.keep_logits == "none" else kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
     )
-    return linear, arguments.head, targets
+    return linear, local, targets
 
 
 def cached_head_plan(
@@ -198,7 +182,7 @@ def checked_head_plan(
     loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings, position: tuple[int, int]
 ) -> HeadPlan:
     """Check the arguments, except their memory and ``num_items``, and choose what runs."""
-    (hidden, weight, bias), targets, group, _, main_grad, expected_grad_output, objective = arguments
+    (hidden, weight, bias), targets, group, _, main_grad, expected_grad_output, _ = arguments
     checks.check_hidden(hidden)
     checks.check_has_values(hidden)
     tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, position[1], head))
@@ -209,13 +193,10 @@ def checked_head_plan(
     checks.check_head(weight, bias, hidden, None if autocast else dtype)
     if main_grad is not None:
         checks.check_main_grad(main_grad, weight)
+    check_head_settings(settings, head, knows_grad_output=arguments.knows_grad_output)
     if expected_grad_output is not None:
-        check_expected(expected_grad_output, tokens)
-    knows_grad_output = expected_grad_output is not None or objective is not None
-    check_head_settings(settings, head, knows_grad_output=knows_grad_output)
-    if expected_grad_output is not None:
-        check_expects(settings, rounded_dtypes(dtype, (hidden, weight, bias)))
-    planned = make_head_plan(loss, arguments, settings, head, dtype, position)
+        check_expected(expected_grad_output, tokens, settings, rounded_dtypes(dtype, arguments.head))
+    planned = make_head_plan(loss, arguments, settings, head, dtype, tokens.shape, position)
     if head.sequence_parallel and group is None:
         raise ValueError(
             "sequence_parallel: expected the group whose ranks hold the parts, got group=None; pass group="
@@ -229,54 +210,53 @@ def make_head_plan(
     settings: Settings,
     head: HeadSettings,
     dtype: torch.dtype,
+    shape: tuple[int, ...],
     position: tuple[int, int],
 ) -> HeadPlan:
-    """Choose what runs for checked arguments and products of ``dtype``."""
-    (hidden, *_), (_, n_ranks) = arguments.head, position
-    logits_dtype, dtypes = head.logits_dtype or dtype, rounded_dtypes(dtype, arguments.head)
-    gradient = gradient_of(settings, head, dtypes)
+    """Choose what runs for checked arguments, products of ``dtype`` and tokens of ``shape``."""
+    (hidden, weight, _), (rank, n_ranks) = arguments.head, position
+    logits_dtype, class_weight = head.logits_dtype or dtype, has_weights(arguments.targets)
+    gradient = gradient_of(settings, head, rounded_dtypes(dtype, arguments.head))
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
-    plan = _plan_of_logits(loss, arguments, settings, position, (dtype, logits_dtype), gradient, recomputes)
+    shard = shard_of_rank(settings, weight.shape[0], rank, n_ranks, subject=WEIGHT)
+    check_one_pass(settings, dtype, logits_dtype, recomputes=gradient == "in_forward" and recomputes)
+    # one_pass takes no grad_output, and its gradient has the dtype of the logits.
+    suits = not (arguments.knows_grad_output or recomputes or logits_dtype != dtype)
+    key = PlanKey(logits_dtype, weight.shape[0], hidden.device, rank, n_ranks, gradient, suits, class_weight)
+    reduction = "none" if settings.reduction == "none" else "sum"  # a mean is a sum that is divided
+    # Cached apart from the number of tokens, which may be another at each step.
+    plan = cached_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), key)
     keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
-    width = -(-plan.shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
+    width = -(-shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
-    shape = shape_of_tokens(hidden, n_ranks, head)
-    by_weights = loss.divides_by_weights and has_weights(arguments.targets)
     n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
     by_default = default_tokens(hidden.shape[-1], *bytes_of_chunk(arguments, element_size))
     chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes, by_default)
-    if sequence_parallel:
-        chunk = max(n_ranks, chunk // n_ranks * n_ranks)
-    is_mean, leaves_out = settings.reduction == "mean", hidden.device.type == "cpu" and not sequence_parallel
-    chunks = chunks_of(n_tokens, chunk)
+    chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks) if sequence_parallel else chunk)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head)
-    is_plain = arguments.expected_grad_output is None and arguments.objective is None
-    computes = needs_gradient and gradient == "in_forward" and not recomputes and is_plain
+    computes = needs_gradient and gradient == "in_forward" and not (recomputes or arguments.knows_grad_output)
     # To record a call keeps all that it makes, and a teacher's logits are large.
     has_teacher = loss.HeadTargets is not loss.Targets
     is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not has_teacher
-    counts = (is_mean and not by_weights) or head.valid_tokens is not None
+    mean_over = "weights" if loss.divides_by_weights and class_weight else "rows"
+    mean_over = mean_over if settings.reduction == "mean" else ""
     can_count = n_tokens <= plan.launchers.counted_rows and not takes_one_pass(plan, n_tokens)
-    counts_in_launch = is_one_program and counts and head.valid_tokens is None and can_count
+    counts_in_launch = is_one_program and mean_over == "rows" and head.valid_tokens is None and can_count
     return HeadPlan(
-        plan=plan,
+        plan=plan._replace(is_prepared=are_prepared(arguments.targets, settings)),
         shape=shape,
         dtype=dtype,
         logits_dtype=logits_dtype,
-        chunk=chunk,
         chunks=chunks,
         keep_logits=keeping.keep_logits,
         kept_bytes=kept_bytes,
-        is_mean=is_mean,
-        divides_by_weights=by_weights,
-        counts=(counts and not counts_in_launch) or leaves_out,
-        may_order=head.valid_tokens is not None or leaves_out or sequence_parallel,
+        mean_over="" if counts_in_launch else mean_over,
+        leaves_out=head.valid_tokens is not None or (hidden.device.type == "cpu" and not sequence_parallel),
         recomputes=recomputes,
         needs_gradient=needs_gradient,
         is_one_program=is_one_program,
         counts_in_launch=counts_in_launch,
-        is_prepared=are_prepared(arguments.targets, settings),
         sequence_parallel=sequence_parallel,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
     )
@@ -290,64 +270,3 @@ def _divisor_of_weights(plan: Plan, targets: Any, group: Any) -> Tensor:
     shard, options = plan.shard, plan.options
     weights = label_weights(targets.class_weight, targets.labels, shard.start, shard.vocab_size, options)
     return gathered(weights.sum().reshape(1), plan.rank, plan.n_ranks, group).sum().reshape(1)
-
-
-def _plan_of_logits(
-    loss: Loss,
-    arguments: Arguments,
-    settings: Settings,
-    position: tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    gradient: str,
-    recomputes: bool,
-) -> Plan:
-    """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens.
-
-    ``dtypes`` are those of the products and of the logits.
-    """
-    dtype, logits_dtype = dtypes
-    (hidden, weight, _), (rank, n_ranks) = arguments.head, position
-    shard = shard_of_rank(settings, weight.shape[0], rank, n_ranks, subject=WEIGHT)
-    reduction = "none" if settings.reduction == "none" else "sum"
-    if settings.impl == "one_pass" and logits_dtype != dtype:
-        raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
-    if settings.impl == "one_pass" and gradient == "in_forward" and recomputes:
-        raise ValueError(
-            "impl: 'one_pass' keeps no statistics, which gradients of the outputs need, got gradient='auto'; use "
-            "impl='auto', or gradient='in_forward', with which only the loss has a gradient"
-        )
-    knows_no_grad_output = arguments.expected_grad_output is None and arguments.objective is None
-    key = PlanKey(
-        dtype=logits_dtype,
-        n_columns=weight.shape[0],
-        device=hidden.device,
-        rank=rank,
-        n_ranks=n_ranks,
-        gradient=gradient,
-        # one_pass takes no grad_output, and its gradient has the dtype of the logits.
-        is_aligned=knows_no_grad_output and logits_dtype == dtype and not recomputes,
-        class_weight=has_weights(arguments.targets),
-    )
-    # Cached apart from the number of tokens, which may be another at each step.
-    return cached_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), key)
-
-
-def in_backward(linear: LinearCall, divisor: Tensor | None) -> LinearCall:
-    """Return the call as backward recomputes it, with the ``divisor`` that was saved."""
-    plan = linear.call.plan._replace(gradient="in_backward")
-    return linear._replace(call=linear.call._replace(plan=plan, divisor=divisor))
-
-
-def _chunks_and_order(
-    planned: HeadPlan, is_valid: Tensor, count: Tensor | None, valid_tokens: int | str | None
-) -> tuple[tuple[slice, ...], TokenOrder | None]:
-    """Return the chunks of rows, and the order of the tokens in them unless it is their own."""
-    n_tokens, chunks = is_valid.shape[0], planned.chunks
-    if planned.sequence_parallel:
-        n_ranks, device = planned.plan.n_ranks, is_valid.device
-        return chunks, order_of_ranks(chunks, n_tokens, n_ranks, device) if len(chunks) > 1 else None
-    assert count is not None
-    n_rows = rows_of_valid(count, valid_tokens, n_tokens)
-    if n_rows is None:
-        return chunks, None
-    return chunks_of(n_rows, planned.chunk), order_of_valid(is_valid, n_rows)

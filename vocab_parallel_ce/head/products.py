@@ -166,27 +166,22 @@ def fill_product(product: Tensor, a: Tensor, b: Tensor) -> None:
 
 def fill_first(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Fill ``total [C, D]`` with the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of the first chunk."""
-    d_logits, hidden = weight_factors(total, d_logits, hidden)
     if total.dtype == hidden.dtype:
-        torch.mm(d_logits, hidden, out=total)
+        torch.mm(d_logits.t(), hidden, out=total)
+    elif writes_fp32(hidden):
+        torch.mm(d_logits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
-        torch.mm(d_logits, hidden, out_dtype=total.dtype, out=total)
+        torch.mm(d_logits.t().to(total.dtype), hidden.to(total.dtype), out=total)
 
 
 def add_another(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Add the product of another chunk to ``total``."""
-    d_logits, hidden = weight_factors(total, d_logits, hidden)
     if total.dtype == hidden.dtype:
-        total.addmm_(d_logits, hidden)
+        total.addmm_(d_logits.t(), hidden)
+    elif writes_fp32(hidden):
+        torch.addmm(total, d_logits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, d_logits, hidden, out_dtype=total.dtype, out=total)
-
-
-def weight_factors(total: Tensor, d_logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``d_logits.T`` and ``hidden`` as a product of the dtype of ``total`` takes them."""
-    if total.dtype == hidden.dtype or writes_fp32(hidden):
-        return d_logits.t(), hidden
-    return d_logits.t().to(total.dtype), hidden.to(total.dtype)
+        total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype))
 
 
 def add_sum(d_bias: Tensor, d_logits: Tensor) -> None:
@@ -285,39 +280,31 @@ class Products:
         self.bias_dtype = weight.dtype if bias is None else bias.dtype
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield the rows, the hidden states and the logits of each chunk, and memory for the logits' gradient."""
-        for rows, states in self.hidden.chunks():
-            logits, d_logits, is_kept = self.memory(rows)
-            if self.fills_kept or not is_kept:
-                self.fill_logits(states, logits)
-            yield rows, states, logits, d_logits
-
-    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
-        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
-        step(fill_logits, logits, states, self.factor, self.bias)
-
-    def memory(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
-        """Return memory ``[n, C]`` of a chunk's logits and of their gradient, and whether the logits are kept.
+        """Yield the rows, the hidden states and the logits of each chunk, and memory for the logits' gradient.
 
         Both are the same memory, unless the gradient has another dtype. Kept logits are then copied, since it is laid
         out as the buffer.
         """
-        n_rows = rows.stop - rows.start
-        kept = None if self.kept is None or rows.stop > self.kept.shape[0] else cut(self.kept, rows)
-        if self.d_buffer is None:
-            logits = cut(self.buffer, slice(0, n_rows)) if kept is None else kept
-            return logits, logits, kept is not None
-        logits = cut(self.buffer, slice(0, n_rows))
-        if kept is not None:
-            logits.copy_(kept)
-        return logits, cut(self.d_buffer, slice(0, n_rows)), kept is not None
+        for rows, states in self.hidden.chunks():
+            of_chunk = slice(0, rows.stop - rows.start)
+            kept = None if self.kept is None or rows.stop > self.kept.shape[0] else cut(self.kept, rows)
+            logits = cut(self.buffer, of_chunk) if kept is None or self.d_buffer is not None else kept
+            if kept is None or self.fills_kept:
+                self.fill_logits(states, logits)
+            elif logits is not kept:
+                logits.copy_(kept)
+            yield rows, states, logits, logits if self.d_buffer is None else cut(self.d_buffer, of_chunk)
+
+    def fill_logits(self, states: Tensor, logits: Tensor) -> None:
+        """Fill ``logits [n, C]`` from hidden states ``[n, D]``."""
+        step(fill_logits, logits, states, self.factor, self.bias)
 
     def add_gradients(self, rows: slice, states: Tensor, d_logits: Tensor) -> None:
         """Fill a chunk's d_hidden, and add the chunk to d_weight and d_bias."""
         d_hidden = self.hidden.new_gradient(rows)
         if d_hidden is not None:
             step(fill_product, d_hidden, d_logits, self.weight)
-            if self.linear.head.reduces or self.linear.head.sequence_parallel:
+            if self.linear.head.reduces:
                 self.hidden.reduce_later(rows, d_hidden)
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.

@@ -1,4 +1,4 @@
-"""The path of a call over hidden states: its autograd Function. ``loops`` has the loops over chunks.
+"""The path of a call over hidden states: its autograd Function. ``loops`` has the loop over chunks.
 
 A reduced loss of bf16 or fp32 computes its gradients in the forward pass, with three products in all. Others keep 4 K R
 bytes per token on each rank, and recompute the logits in backward, except kept ones, with grad_output in the one
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
-from vocab_parallel_ce.head.plan import LinearCall, in_backward
+from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import without_autocast
-from vocab_parallel_ce.plan import has_no_hooks
+from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Refusals, check_loss_alone, mark_constants, run_backward
 from vocab_parallel_ce.spec import GradOutputs
 from vocab_parallel_ce.targets import Head
@@ -43,19 +43,11 @@ class OverHead(torch.autograd.Function):
         ctx.kind, ctx.has_overwritten, ctx.refusals = type(targets), False, REFUSALS
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
+        wanted = ctx.needs_input_grad[:3] if plan.gradient == "in_forward" else loops.NOTHING
         with without_autocast(hidden.device):
-            if plan.gradient == "in_forward":
-                logits, wanted = None, ctx.needs_input_grad[:3]
-                outputs, computed, stats = loops.forward_with_gradients(linear, local, targets, wanted)
-            else:
-                # Backward overwrites kept logits, which saved-tensor hooks would see.
-                keeps = any(ctx.needs_input_grad[:3]) and has_no_hooks()
-                outputs, stats, logits = loops.forward(linear, local, targets, keeps=keeps)
-                computed = None
-        saved = list(computed or ())
-        if linear.head.recomputes:
-            saved += [*local, linear.call.divisor, logits, *stats, *targets]
-        ctx.save_for_backward(*saved)
+            outputs, gradients, stats, kept = loops.forward(linear, local, targets, wanted)
+        saved = (*local, linear.call.divisor, kept, *stats, *targets) if linear.head.recomputes else ()
+        ctx.save_for_backward(*gradients, *saved)
         if linear.objective is None:
             mark_constants(ctx, outputs, plan)
             return outputs[: plan.n_outputs]
@@ -73,26 +65,26 @@ class OverHead(torch.autograd.Function):
 def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
     """Return the gradients of hidden, weight and bias."""
     linear: LinearCall = ctx.linear
-    plan = linear.call.plan
-    n_computed = 3 if plan.gradient == "in_forward" else 0
-    computed, saved = saved[:n_computed], saved[n_computed:]
-    if not linear.head.recomputes:
-        check_loss_alone(grads)
-    with without_autocast(ctx.device):
-        if computed and not ctx.has_overwritten and all([grad is None for grad in grads[1:]]):
-            assert grads.loss is not None
-            ctx.has_overwritten, ctx.handed_on = True, not linear.head.recomputes
-            if linear.expected is None:
-                gradients = loops.scaled(linear, computed, grads.loss)
-            else:
-                gradients = loops.scaled_by_factor(linear, computed, grads.loss, ctx.weight_dtype)
+    plan, computed, saved = linear.call.plan, saved[:3], saved[3:]
+    of_loss_alone = plan.gradient == "in_forward" and all([grad is None for grad in grads[1:]])
+    if of_loss_alone and not ctx.has_overwritten:
+        assert grads.loss is not None
+        ctx.has_overwritten, ctx.handed_on = True, not linear.head.recomputes
+        if linear.expected is None:
+            gradients = loops.scaled(linear, computed, grads.loss)
         else:
-            local, kept, wanted = Head(*saved[:3]), saved[4], ctx.needs_input_grad[:3]
-            linear, n = in_backward(linear, divisor=saved[3]), 5 + len(plan.launchers.widths)
-            if kept is not None:
-                # A later backward recomputes the logits. Of ``data``, autograd counts no versions.
-                kept, ctx.has_overwritten = None if ctx.has_overwritten else kept.data, True
-            gradients = loops.backward(linear, local, ctx.kind(*saved[n:]), saved[5:n], wanted, grads, kept)
+            gradients = loops.scaled_by_factor(linear, computed, grads.loss, ctx.weight_dtype)
+    else:
+        if not linear.head.recomputes:
+            check_loss_alone(grads)
+        local, divisor, kept, n = Head(*saved[:3]), saved[3], saved[4], 5 + len(plan.launchers.widths)
+        linear = linear._replace(call=Call(plan._replace(gradient="in_backward"), linear.call.group, divisor))
+        if kept is not None:
+            # A later backward recomputes the logits. Of ``data``, autograd counts no versions.
+            kept, ctx.has_overwritten = None if ctx.has_overwritten else kept.data, True
+        targets, stats, wanted = ctx.kind(*saved[n:]), saved[5:n], ctx.needs_input_grad[:3]
+        with without_autocast(ctx.device):
+            gradients = loops.backward(linear, local, targets, stats, wanted, grads, kept)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

@@ -22,7 +22,11 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     if not isinstance(head.keep_logits, str):
         raise TypeError(f"keep_logits: expected 'none', 'all', or bytes as '2GiB', got {head.keep_logits!r}")
     most_kept(head.keep_logits, 1, 1)
-    check_keeps(head, settings.gradient)
+    if head.keep_logits != "none" and settings.gradient == "in_forward":
+        raise ValueError(
+            "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
+            f"got {head.keep_logits!r}; pass another gradient, or leave it out"
+        )
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
     if head.logits_dtype not in (None, torch.float32):
@@ -53,26 +57,17 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
         )
 
 
-def check_keeps(head: HeadSettings, gradient: str) -> None:
-    """Check that an explicit mode reads logits in backward if they are kept."""
-    if head.keep_logits != "none" and gradient == "in_forward":
-        raise ValueError(
-            "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
-            f"got {head.keep_logits!r}; pass another gradient, or leave it out"
-        )
+def check_one_pass(settings: Settings, dtype: torch.dtype, logits_dtype: torch.dtype, *, recomputes: bool) -> None:
+    """Check what an explicit ``one_pass`` cannot do.
 
-
-def check_expects(settings: Settings, dtypes: set[torch.dtype]) -> None:
-    """Check that forward may compute gradients with an expected grad_output."""
-    if (settings.reduction, settings.gradient) != ("none", "in_forward"):
-        got = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
+    ``recomputes`` if backward may, though the forward pass has gradients.
+    """
+    if settings.impl == "one_pass" and logits_dtype != dtype:
+        raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
+    if settings.impl == "one_pass" and recomputes:
         raise ValueError(
-            f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {got}; pass those"
-        )
-    if torch.float16 in dtypes:
-        raise ValueError(
-            "expected_grad_output: expected bf16 or fp32, because small gradients of fp16 would underflow before the "
-            "loss scale multiplies them, got fp16; use gradient='in_backward' without it"
+            "impl: 'one_pass' keeps no statistics, which gradients of the outputs need, got gradient='auto'; use "
+            "impl='auto', or gradient='in_forward', with which only the loss has a gradient"
         )
 
 
