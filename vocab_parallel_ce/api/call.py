@@ -27,7 +27,7 @@ from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.plan import plan_linear_call
 from vocab_parallel_ce.head.products import without_autocast
-from vocab_parallel_ce.head.run import OverHead
+from vocab_parallel_ce.head.run import over_head
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.kept import KEPT, Kept
@@ -225,7 +225,7 @@ def run_objective(
     """Compute the reduced loss of an objective, and the outputs, which have no gradient."""
     linear, local, targets = plan_linear_call(loss, arguments, settings, head)
     if linear.head.needs_gradient:
-        total, *outputs = OverHead.apply(*local, targets, linear)
+        total, *outputs = over_head(*local, targets, linear)
         found = TokenOutputs(*outputs)
     else:
         with torch.no_grad(), without_autocast(local.hidden.device):
@@ -245,6 +245,6 @@ def run_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSet
         return linear_losses(loss, arguments, settings, head)
     linear, local, targets = plan_linear_call(loss, arguments, settings, head)
     if linear.head.needs_gradient:
-        return TokenOutputs(*OverHead.apply(*local, targets, linear))
+        return TokenOutputs(*over_head(*local, targets, linear))
     with torch.no_grad(), without_autocast(local.hidden.device):
         return loops.forward(linear, local, targets)[0]

@@ -145,7 +145,7 @@ def vocab_parallel_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        outputs=outputs if outputs == () else checked_outputs(outputs),
+        outputs=outputs if type(outputs) is tuple and not outputs else checked_outputs(outputs),
     )
     if num_items is not None:
         settings = divided_by(num_items, settings)

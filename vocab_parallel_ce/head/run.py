@@ -10,6 +10,7 @@ gradient of an output, or runs again, it recomputes, and does not use the gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class OverHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         gradients = run_backward(_gradients, ctx, grads, ctx.refusals)
         return *(gradients or (None, None, None)), None, None
+
+
+over_head: Callable[..., Any] = super(torch.autograd.Function, OverHead).apply  # as run.over_logits
 
 
 def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
