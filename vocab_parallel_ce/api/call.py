@@ -20,7 +20,6 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.checks import is_traced
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
@@ -239,7 +238,7 @@ def run_objective(
 
 def run_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Compute the outputs, those per token of their shape; under autograd if something needs a gradient."""
-    if is_traced():
+    if is_dynamo_compiling() or is_exporting():
         from vocab_parallel_ce.compile import linear_losses
 
         return linear_losses(loss, arguments, settings, head)

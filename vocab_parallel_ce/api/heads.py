@@ -141,9 +141,10 @@ def linear_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        outputs=checked_outputs(outputs),
+        outputs=outputs if type(outputs) is tuple and not outputs else checked_outputs(outputs),
     )
-    settings = divided_by(num_items, settings)
+    if num_items is not None:
+        settings = divided_by(num_items, settings)
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors, targets = Head(hidden, weight, bias), Labels(labels, class_weight)
     arguments = Arguments(tensors, targets, group, num_items, main_grad, expected_grad_output)

@@ -102,7 +102,8 @@ def plan_linear_call(
 
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
     """
-    position, parameter = group_position(arguments.group), arguments.head.weight
+    position = (0, 1) if arguments.group is None else group_position(arguments.group)
+    parameter = arguments.head.weight
     checks.check_no_transforms(*arguments.head, *arguments.targets, *arguments[3:6])
     arguments, settings = with_local_rows(arguments, settings, position)
     planned = cached_head_plan(loss, arguments, settings, head, position)

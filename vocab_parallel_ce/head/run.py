@@ -50,7 +50,8 @@ class OverHead(torch.autograd.Function):
         saved = (*local, linear.call.divisor, kept, *stats, *targets) if linear.head.recomputes else ()
         ctx.save_for_backward(*gradients, *saved)
         if linear.objective is None:
-            mark_constants(ctx, outputs, plan)
+            if plan.constants:
+                mark_constants(ctx, outputs, plan)
             return outputs[: plan.n_outputs]
         # Backward needs neither the function nor its numbers.
         ctx.linear, ctx.refusals = linear._replace(objective=None), OF_OBJECTIVES
