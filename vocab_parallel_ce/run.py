@@ -51,13 +51,13 @@ REFUSALS = Refusals(
 )
 
 
-def new_outputs(plan: Plan, shape: Sequence[int], like: Tensor) -> TokenOutputs:
-    """Allocate the outputs that were asked for.
+def new_outputs(plan: Plan, shape: Sequence[int], like: Tensor, *, has_losses: bool = True) -> TokenOutputs:
+    """Allocate the outputs that were asked for; without the rows' losses if nobody reads them.
 
     An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
     returns, as ``loss += auxiliary_loss`` does.
     """
-    loss = make(like, *shape, *plan.row_shape, dtype=plan.dtype)
+    loss: Any = make(like, *shape, *plan.row_shape, dtype=plan.dtype) if has_losses else None
     return TokenOutputs(loss, **{n: make(like, *shape, dtype=dtype) for n, dtype in plan.other_outputs.items()})
 
 
@@ -106,9 +106,9 @@ def fill_outputs(
 
     The loss of a reduced call is their sum.
     """
-    total = None if plan.reduction == "none" else make(outputs.loss, dtype=plan.dtype)
+    total = None if plan.reduction == "none" else make(stats[0], dtype=plan.dtype)
     if plan.mean_over == "rows" and 0 < stats[0].shape[1] <= plan.launchers.counted_rows:
-        count = make(outputs.loss, 1, dtype=torch.int32)
+        count = make(stats[0], 1, dtype=torch.int32)
         plan.launchers.outputs(stats, targets, None, outputs, total, count)
         divisor = count
     else:
@@ -166,7 +166,9 @@ def element_mul(plan: Plan, grad: Tensor, factor: Tensor) -> tuple[Any, ...]:
 def _outputs(plan: Plan, logits: Tensor, divisor: Tensor | None, *stats_and_targets: Any) -> tuple[Any, ...]:
     n = len(plan.launchers.widths)
     stats, targets = stats_and_targets[:n], plan.loss.Targets(*stats_and_targets[n:])
-    found, divisor = fill_outputs(plan, stats, targets, divisor, new_outputs(plan, logits.shape[:-1], logits))
+    has_losses = plan.reduction == "none" or not 0 < stats[0].shape[1] <= plan.launchers.summed_rows
+    outputs = new_outputs(plan, logits.shape[:-1], logits, has_losses=has_losses)
+    found, divisor = fill_outputs(plan, stats, targets, divisor, outputs)
     return *found[: plan.n_outputs], divisor
 
 

@@ -162,7 +162,8 @@ def store_outputs(outputs, rows, inside, stats, label, weight, vocab_size, loss_
     """
     all_sum = sum_exp(stats)
     losses = ops.weighted(loss(stats, label, vocab_size, loss_options), weight)
-    tl.store(outputs.loss + rows, losses, inside)
+    if outputs.loss is not None:
+        tl.store(outputs.loss + rows, losses, inside)
     if outputs.entropy is not None:
         value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
         tl.store(outputs.entropy + rows, ops.at_the_edges(value, label, vocab_size, loss_options), inside)

@@ -78,7 +78,7 @@ def outputs_kernel(
     labels,  # [N] int64|int32, or None
     divisor,  # [1] integer or floating point, or None: 1
     valid_rows,  # [1] int32, out: number of labels that are not ignored, which divides; or None
-    loss,  # [N] fp32, out
+    loss,  # [N] fp32, out, or None
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
     sum_sq_probs,  # [N] fp32, out, or None
@@ -187,7 +187,8 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
     ) -> None:
         """Fill ``outputs``, contiguous, from ``stats`` of all ranks; ``divisor [1]`` divides the loss if given.
 
-        ``total []``, if given, gets the sum of the losses: of labels' SUMMED_ROWS rows or fewer in the same launch.
+        ``total []``, if given, gets the sum of the losses: of labels' SUMMED_ROWS rows or fewer in the same launch, for
+        which ``outputs.loss`` may be None.
         ``count [1]`` int32, if given, gets the number of labels that are not ignored, and divides.
         """
         n_ranks, n_rows, width = stats[0].shape

@@ -46,6 +46,7 @@ class Launchers(NamedTuple):
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
     stored_rows: int = 0  # the most whose outputs the launch of the statistics stores
+    summed_rows: int = 0  # the most whose losses the launch of the outputs sums, and need not store
     counted_rows: int = 0  # the most whose labels the launch of the outputs counts for a mean
 
 
@@ -162,5 +163,6 @@ def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]
         widths=tuple(map(len, exchanges)),
         second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
         stored_rows=kernels.rows.STORED_ROWS if len(exchanges) == 1 else 0,
+        summed_rows=0 if loss.is_pair else kernels.outputs.SUMMED_ROWS,
         counted_rows=0 if loss.is_pair else kernels.outputs.COUNTED_ROWS,
     )

@@ -318,13 +318,13 @@ def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant
 
 
 def finish(option: str, ranks: int, summed: bool = False, counted: bool = False, few: bool = False) -> Variant:
+    of_loss, *others = output_dtypes(OPTIONS[option])
     dtypes = (
         torch.float32,
         None,
         torch.int64,
         *((None, torch.int32) if counted else (torch.int32, None)),
-        *output_dtypes(OPTIONS[option]),
-        torch.float32 if summed else None,
+        *((None, *others, of_loss) if summed else (of_loss, *others, None)),
     )
     loss = launch_of("label_rows", "label_loss", VocabShard(0, 131072, 131072), OPTIONS[option])
     key = (loss, 1024 if summed else 128, ranks, len(OPTIONS[option].statistics))
