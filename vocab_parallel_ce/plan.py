@@ -86,7 +86,8 @@ class PlanKey(NamedTuple):
     class_weight: bool = False  # whether there is one
 
 
-# Of calls over logits that were checked: a Plan each. Those of other shapes share what `_cached_plan` has made.
+# Of calls over logits that were checked: a Call each, without group and divisor. Those of other shapes share what
+# `_cached_plan` has made.
 _kinds = Kinds()
 
 
