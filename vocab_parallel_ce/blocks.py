@@ -34,8 +34,8 @@ ALL_TILES = 1 << 31
 class Block(NamedTuple):
     """Launch shape of a kernel that walks rows.
 
-    The fields after the first three are of the statistics. A row's bits depend on it up to ``units``, so these depend
-    on the row's bytes alone, or on a unit's.
+    The fields after the first three are of the statistics. A row's bits depend on the fields up to ``units``, so these
+    depend on the row's bytes alone, or on a unit's. No bit of a gradient depends on any.
     """
 
     num_warps: int

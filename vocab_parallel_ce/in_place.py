@@ -99,7 +99,7 @@ keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_gra
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _has_gil: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
-# The counts of logits that nobody else can see: of no view, and of a view. None if they are not measured.
+# The counts of logits that nobody else can see: of no view, and of a view. Empty until they are measured.
 alone: list[tuple[Any, ...]] = []
 
 

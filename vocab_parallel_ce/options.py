@@ -86,27 +86,33 @@ class Known(Settings):
         return Settings(*self)._replace(**changes)
 
 
+def settings_of(**values: Any) -> Settings:
+    """Return the settings of a caller's keywords, Known if all have a hash."""
+    if is_dynamo_compiling():
+        return Settings(**values)
+    size = values.get("vocab_size")
+    try:
+        return _known_settings(*(size if isinstance(size, VocabShard) else ()), **values)
+    except TypeError:  # the checks name the value
+        return Settings(**values)
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
-def _known_settings(**values: Any) -> Settings:
+def _known_settings(*shard: Any, **values: Any) -> Settings:  # by types within a shard too
     return Known(**values)
 
 
-def settings_of(**values: Any) -> Settings:
-    """Return the settings of a caller's keywords, Known if they can be."""
-    if is_dynamo_compiling():
-        return Settings(**values)
-    try:
-        return _known_settings(**values)
-    except TypeError:  # a value has no hash: the checks name it
-        return Settings(**values)
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def known(*values: Any) -> object:
-    """Return an object, the same for equal values of equal types.
+def known(settings: Settings | HeadSettings) -> object:
+    """Return an object, the same for settings of equal values and types.
 
     Raises TypeError if a value has no hash.
     """
+    size = getattr(settings, "vocab_size", None)
+    return _known(*settings, *size) if isinstance(size, VocabShard) else _known(*settings)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _known(*values: Any) -> object:
     return object()
 
 

@@ -31,10 +31,9 @@ from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.summed import check_summed
 from vocab_parallel_ce.targets import Tokens, are_prepared, check, check_memory, prepare
 
-# A private function: a PyTorch without it may have hooks at any time, so "auto" overwrites nothing.
-UNKNOWN = "unknown"
-top_saved_tensor_hooks: Callable[[bool], object] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda is_enough: UNKNOWN
+# A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
+top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 
 
@@ -114,10 +113,11 @@ def plan_call(
             # subclass, which may wrap a tensor that somebody holds. Nor under saved-tensor hooks: autograd compares no
             # version of what went through them.
             owner = logits if logits._base is None else logits._base
-            in_memory = type(owner) is Tensor and not owner.is_leaf and not top_saved_tensor_hooks(True)
+            in_memory = type(owner) is Tensor and not owner.is_leaf
+            in_memory = in_memory and top_saved_tensor_hooks is not None and not top_saved_tensor_hooks(True)
         elif settings.gradient == "in_forward":
             in_memory = begins_at_a_boundary(logits), is_view_in_graph(logits)
-        of_settings = settings if type(settings) is Known else known(*settings)
+        of_settings = settings if type(settings) is Known else known(settings)
         facts = loss, of_settings, position, torch.is_grad_enabled(), in_memory
         kind = _kinds.find(facts, (logits, *targets))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
@@ -200,7 +200,7 @@ def plan_of(
 def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
     try:
-        return _cached_plan(known(*settings), loss, settings, key)
+        return _cached_plan(known(settings), loss, settings, key)
     except TypeError:  # refused, or cannot be hashed: make_plan says so by name
         pass
     return make_plan(loss, settings, PlanKey(*key))
@@ -286,12 +286,12 @@ def gradient_mode(gradient: str, logits: Tensor, may_overwrite: bool) -> str:
 
 def has_no_hooks() -> bool:
     """Whether there are surely no saved-tensor hooks."""
-    return top_saved_tensor_hooks(True) is None
+    return top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
 
 
 def check_no_hooks(gradient: str, logits: Tensor) -> None:
     """Raise ValueError for an explicit in-place mode under saved-tensor hooks, where others would read a gradient."""
-    if top_saved_tensor_hooks(True) in (None, UNKNOWN):
+    if top_saved_tensor_hooks is None or has_no_hooks():
         return
     if torch.is_grad_enabled() and logits.requires_grad:
         raise ValueError(

@@ -349,7 +349,8 @@ class OverLogits(torch.autograd.Function):
         return run_backward(_logits_gradient, ctx, grads, REFUSALS), None, None
 
 
-# Function.apply without what it does for functorch's transforms, which plan_call refuses.
+# Function.apply without what it does for functorch's transforms, which plan_call refuses. A tensor that one left behind
+# has no storage, which plan_call looks at.
 over_logits: Callable[..., Any] = super(torch.autograd.Function, OverLogits).apply
 
 

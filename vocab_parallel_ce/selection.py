@@ -109,7 +109,7 @@ def obstacle_of_call(loss: Loss, options: Any, shard: VocabShard, key: Any) -> s
 
 @cache
 def obstacle_of_gpu(index: int) -> str | None:
-    """Return the same of GPU ``index`` and of Triton."""
+    """Return what keeps GPU ``index``, or Triton, from ``one_pass``; None if nothing does."""
     memory = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 0)
     if torch.version.hip is not None:
         return "an NVIDIA GPU, got another maker's"

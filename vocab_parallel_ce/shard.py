@@ -28,16 +28,6 @@ class VocabShard(NamedTuple):
     stop: int  #: the one after the last
     vocab_size: int  #: of the whole vocabulary
 
-    def __eq__(self, other: object) -> bool:
-        """Of types too: a cache that knows 1 for checked must not take it for True."""
-        return isinstance(other, tuple) and (*self, *map(type, self)) == (*other, *map(type, other))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return tuple.__hash__(self)
-
     @property
     def n_columns(self) -> int:
         """Return the number of columns, with padding."""

@@ -33,7 +33,7 @@ from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows
 from vocab_parallel_ce.head.settings import check_head_settings, check_one_pass, gradient_of, rounded_dtypes
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import HeadSettings, Settings, known, shard_of_rank
+from vocab_parallel_ce.options import HeadSettings, Known, Settings, known, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, has_weights, plan_of_one_kind
 from vocab_parallel_ce.run import takes_one_pass
 from vocab_parallel_ce.spec import label_weights
@@ -167,7 +167,8 @@ def cached_head_plan(
     try:
         tensors, targets, group, _, main_grad, expected, objective = arguments
         state = torch.is_grad_enabled(), autocast_dtype(tensors.hidden), group is None, objective is None
-        facts = loss, known(*settings), known(*head), position, state
+        of_settings = settings if type(settings) is Known else known(settings)
+        facts = loss, of_settings, known(head), position, state
         kind = _kinds.find(facts, (*tensors, *targets, main_grad, expected))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         kind = None
