@@ -28,7 +28,7 @@ PAIRS = (
     "divergence_gradient",
 )  # that walk two tensors together
 LARGEST = ("tile_maxima", "count_equal", "sums_above")
-IDS = ("ids_statistics", "ids_outputs", "ids_gradient", "write_columns", "kept_statistics", "kept_gradient")
+IDS = ("ids_statistics", "ids_outputs", "ids_gradient", "write_columns")
 MERGED_PAIRS = ("target_merged", "divergence_merged")  # that merge parts of them
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.conformance import test_given_ids as of_given_ids
-from tests.conformance import test_kept as of_kept
 from tests.conformance import test_sampling as of_sampling
 from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, programs
 from tests.support.kernels.launches import Entry, options_of, recorded, wanted
@@ -47,11 +46,9 @@ NEVER |= {
 ON_A_GPU = {"tile_maxima_kernel", "count_equal_kernel", "sums_above_kernel"}
 NEVER |= {
     (f"{kernel}_kernel", f"loss_options.{name}", None): "k ids have no such option"
-    for kernel in ("ids_statistics", "ids_gradient", "kept_statistics", "kept_gradient")
+    for kernel in ("ids_statistics", "ids_gradient")
     for name in ("smoothing", "z_loss", "class_weight", "sum_sq_probs", "mean_logit", "predictions", "lse")
 }
-# Nor does any merge the ranks of kept sets; those of tests/conformance/test_kept.py do.
-NEVER |= {("kept_gradient_kernel", f"ranks={n}", None): "of one rank's calls" for n in (2, 3)}
 OUTPUTS_OF_LABELS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
 OF_LABELS_ALONE = ("temperature", "threshold", "valid_rows", "total", *OUTPUTS_OF_LABELS)
 OF_LABELS_ALONE += tuple(f"grad_{name}" for name in OUTPUTS_OF_LABELS)
@@ -86,7 +83,7 @@ def launched(where: Where) -> set[Entry]:
         for seed, kind in product(range(len(configurations())), KINDS[where.small]):
             with suppress(AssertionError):  # nothing has been computed
                 run_call(seed, where, kind)
-        for module in (of_sampling, of_given_ids, of_kept):  # no random call has a threshold, given ids or kept sets
+        for module in (of_sampling, of_given_ids):  # no random call has a threshold or given ids
             for case in module.LOGITS:
                 with suppress(AssertionError), programs(case["programs"]):
                     module.test_logits(("triton", where.device), case)

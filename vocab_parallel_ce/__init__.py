@@ -11,6 +11,7 @@ from vocab_parallel_ce.api.copy_to_ranks import copy_to_ranks
 from vocab_parallel_ce.api.distillation import Head, TopKTeacher, distillation_loss, linear_distillation_loss
 from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.api.logits_at import logits_at
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.api.next_labels import next_labels
 from vocab_parallel_ce.api.objective import linear_objective
@@ -41,6 +42,7 @@ __all__ = [
     "linear_distillation_loss",
     "linear_objective",
     "linear_token_log_probs",
+    "logits_at",
     "next_labels",
     "parallel_cross_entropy",
     "sampling_threshold",

@@ -25,6 +25,15 @@ def copied(tensor: Tensor, group: Any) -> Tensor:
     return result
 
 
+def summed(part: Tensor, group: Any) -> Tensor:
+    """Return the sum of ``part`` over the ranks, whose gradient is that of each part.
+
+    Collectives: one all_reduce.
+    """
+    result: Tensor = _Sum.apply(part, group)
+    return result
+
+
 class CopyToRanks(torch.autograd.Function):
     """Forward: identity. Backward: the sum over the ranks."""
 
@@ -40,7 +49,7 @@ class CopyToRanks(torch.autograd.Function):
             return None, None
         if isinstance(ctx.group, str):  # in a graph, whose operators `compile` has defined
             return torch.ops.vocab_parallel_ce.sum_over_ranks(grad, ctx.group), None
-        return _Sum.apply(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

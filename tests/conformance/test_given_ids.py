@@ -250,7 +250,6 @@ def test_labels_and_ids_of_inference_mode_are_copied():
         calls = (
             lambda x, ids=ids: token_log_probs(x, ids),
             lambda x, label=label: token_log_probs(x, label),
-            lambda x, ids=ids, label=label: token_log_probs(x, label, kept=ids),
             lambda x, ids=ids: linear_token_log_probs(x[:, :5], head, ids),
         )
         for call in calls:

@@ -97,7 +97,6 @@ OF_LOG_PROBS = [
     {"temperature": negative(-torch.ones(ROWS))},
     {"threshold": torch.zeros(ROWS)},
     {"threshold": torch.zeros(ROWS, requires_grad=True)},
-    {"kept": torch.arange(8).repeat(ROWS, 1)},
 ]
 GRAD = (torch.enable_grad, torch.no_grad)
 STATES = {

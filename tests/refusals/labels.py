@@ -3,7 +3,7 @@
 import torch
 
 from tests.refusals.rows import Row, Table, masked
-from vocab_parallel_ce import linear_token_log_probs, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import linear_token_log_probs, logits_at, token_log_probs, vocab_parallel_cross_entropy
 
 LOGITS, TARGETS, ONES = torch.randn(2, 5), torch.rand(2, 5), torch.ones(5)
 OF_PROBABILITIES: list[Row] = [
@@ -50,22 +50,16 @@ OF_IDS: list[Row] = [
 ]
 
 
-KEPT, THRESHOLD = torch.randint(0, 9, (4, 3)), torch.zeros(1)
-OF_KEPT: list[Row] = [
-    ({"threshold": THRESHOLD}, ValueError, "kept: expected no threshold with it, got both"),
-    ({"outputs": ("lse",)}, ValueError, r"outputs: expected none but 'entropy' with kept ids, got \('lse',\)"),
-    ({"kept": KEPT[:3]}, ValueError, r"kept: shape must be \[4, k\] with at least one id per token, got \(3, 3\)$"),
-    ({"kept": KEPT[:, 0]}, ValueError, r"kept: shape must be .*, got \(4,\); for one id pass kept.unsqueeze\(-1\)$"),
-    ({"kept": KEPT[:, :0]}, ValueError, "kept: shape must be"),
-    masked("kept", KEPT),
-    ({"kept": KEPT.float()}, TypeError, "kept: dtype"),
-    ({"kept": [1]}, TypeError, "kept: expected a torch.Tensor"),
-    (
-        {"kept": KEPT + 9, "check_labels": True},
-        ValueError,
-        r"kept: must be in \[0, 9\), got 12 outside",
-    ),
-    ({"labels": IDS}, ValueError, "labels: shape must be"),
+OF_LOGITS_AT: list[Row] = [
+    ({"ids": IDS[:3]}, ValueError, r"ids: shape must be \[4, k\] with at least one id per token, got \(3, .*\)$"),
+    ({"ids": IDS[:, 0]}, ValueError, r"ids: shape must be .*, got \(4,\); for one id pass ids.unsqueeze\(-1\)$"),
+    ({"ids": IDS[:, :0]}, ValueError, "ids: shape must be"),
+    ({"ids": IDS.float()}, TypeError, "ids: dtype"),
+    ({"ids": [1]}, TypeError, "ids: expected a torch.Tensor"),
+    ({"ids": IDS + 9}, ValueError, r"ids: must be in \[0, 9\), got .* outside"),
+    ({"logits": [1]}, TypeError, "logits: expected a torch.Tensor"),
+    ({"logits": torch.zeros(4, 9).long()}, TypeError, "logits: dtype"),
+    ({"vocab_size": 10}, ValueError, "logits: last dimension must be at least vocab_size 10 "),
 ]
 
 
@@ -74,18 +68,7 @@ def a_call():
 
 
 TABLES = [
-    Table(
-        "token_log_probs over kept ids",
-        token_log_probs,
-        lambda: {"logits": torch.randn(4, 9), "labels": IDS[:, 0].contiguous(), "kept": KEPT},
-        [*OF_KEPT, NOT_IN_FORWARD],
-    ),
-    Table(
-        "linear_token_log_probs over kept ids",
-        linear_token_log_probs,
-        lambda: {"hidden": torch.randn(4, 6), "weight": torch.randn(9, 6), "labels": IDS[:, 0], "kept": KEPT},
-        OF_KEPT,
-    ),
+    Table("logits_at", logits_at, lambda: {"logits": torch.randn(4, 9), "ids": IDS}, OF_LOGITS_AT),
     Table("vocab_parallel_cross_entropy of probabilities", vocab_parallel_cross_entropy, a_call, OF_PROBABILITIES),
     Table(
         "token_log_probs of ids",

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, a_call
+from tests.refusals.heads import FACTORS, HALF, OF_BOTH, a_call
 from tests.refusals.logits import TEMPERATURES
 from tests.refusals.rows import Row, Table
 from vocab_parallel_ce import linear_objective
@@ -76,7 +76,6 @@ OTHERS: list[Row] = [
     ({"num_items": "3"}, TypeError, "num_items: expected a number, got str"),
     ({"check_objective": 1}, TypeError, "check_objective: "),
     ({"outputs": ("rank",)}, ValueError, "outputs: "),
-    ({"kept": LABELS[..., None], "outputs": ("lse",)}, ValueError, "outputs: expected none but 'entropy' with kept"),
     ({"gradient": "in_backward"}, TypeError, ".*gradient"),
 ]
 

@@ -29,8 +29,7 @@ from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.run import over_head
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.kept import KEPT, Kept
-from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import forward, over_logits
@@ -94,21 +93,15 @@ pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab
 
 
 def label_targets(
-    labels: Tensor, temperature: Tensor | None, threshold: Tensor | None, kept: Tensor | None, outputs: Sequence[str]
-) -> tuple[Loss, Labels | Kept]:
-    """Return the loss and the targets of log-probabilities of labels.
+    labels: Tensor, temperature: Tensor | None, threshold: Tensor | None, outputs: Sequence[str]
+) -> Labels:
+    """Return the targets of log-probabilities of labels.
 
-    Raises ValueError if an output is asked for that excluded logits have not, or for two ways to exclude them.
+    Raises ValueError if an output is asked for that excluded logits have not.
     """
     if threshold is not None and "mean_logit" in outputs:
         raise ValueError("outputs: expected no 'mean_logit' with a threshold, which excludes logits, got both")
-    if kept is None:
-        return LABELS, Labels(labels, None, temperature, threshold)
-    if threshold is not None:
-        raise ValueError("kept: expected no threshold with it, got both; a threshold's logits are in no kept set")
-    if set(outputs) - {"entropy"}:
-        raise ValueError(f"outputs: expected none but 'entropy' with kept ids, got {tuple(outputs)}")
-    return KEPT, Kept(labels, kept, temperature)
+    return Labels(labels, None, temperature, threshold)
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:

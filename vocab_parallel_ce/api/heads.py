@@ -165,7 +165,6 @@ def linear_token_log_probs(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
-    kept: Tensor | None = None,
     outputs: Sequence[str] = (),
     impl: str = "auto",
     check_labels: bool | str = "auto",
@@ -185,7 +184,7 @@ def linear_token_log_probs(
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, outputs, threshold, kept: as in :func:`token_log_probs`, of the logits that you made for it.
+        temperature, outputs, threshold: as in :func:`token_log_probs`, of the logits that you made for it.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -214,11 +213,11 @@ def linear_token_log_probs(
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
-    if has_ids and kept is None:
+    if has_ids:
         n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
         check_given_ids(labels, hidden, n_rows, settings, threshold, group)
         return head_log_probs_at(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
-    loss, targets = label_targets(labels, tensor, threshold, kept, requested)
+    targets = label_targets(labels, tensor, threshold, requested)
     arguments = Arguments(tensors, targets, group, None, main_grad)
-    losses = run_head(loss, arguments, settings, head)
+    losses = run_head(LABELS, arguments, settings, head)
     return record_of("log_probs", losses, settings) if requested else losses.loss

@@ -168,7 +168,6 @@ def token_log_probs(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
-    kept: Tensor | None = None,
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
@@ -204,12 +203,6 @@ def token_log_probs(
             distribution that a sampler used. A label below it has ``-inf``; if its own gradient is infinite or NaN,
             that of all columns below is NaN. One above all logits of a token that is not ignored raises on a CPU, where
             plain PyTorch computes; elsewhere that token is NaN. Not with given ids and ``"mean_logit"``.
-        kept: ``[..., k]`` int64 or int32 global ids, the same on every rank; -1 where a token has fewer: the softmax is
-            over these alone, as of a sampler that kept them, and the gradient of all other logits is 0. Only these
-            logits are read. An id that is twice counts once; one outside the vocabulary raises, or makes its token
-            NaN; a label
-            that is not among them has ``-inf``, and NaN if there are none: give such a token ``ignore_index``. Made for
-            ``k`` of some hundreds. Not with given ids, a ``threshold``, or outputs but ``"entropy"``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
@@ -245,12 +238,12 @@ def token_log_probs(
         outputs=requested,
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    if has_ids and kept is None:
+    if has_ids:
         n_columns = logits.shape[-1] * group_position(group)[1]
         check_given_ids(labels, logits, n_columns, settings, threshold, group)
         return log_probs_at(logits, Ids(labels, tensor), settings, group=group)
-    loss, targets = label_targets(labels, tensor, threshold, kept, requested)
-    losses = run_logits(loss, logits, targets, settings, group=group)
+    targets = label_targets(labels, tensor, threshold, requested)
+    losses = run_logits(LABELS, logits, targets, settings, group=group)
     return record_of("log_probs", losses, settings) if requested else losses.loss
 
 

@@ -18,6 +18,7 @@ from vocab_parallel_ce.api.call import (
 )
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import HeadSettings, checked_outputs, settings_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
@@ -42,7 +43,6 @@ def linear_objective(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
-    kept: Tensor | None = None,
     impl: str = "auto",
     check_labels: bool | str = "auto",
     vocab_size: int | VocabShard | None = None,
@@ -78,7 +78,7 @@ def linear_objective(
             token's value or derivative changes when others are left out or changed, as those of a mean would. This
             call waits for the device, and calls the function 10 times more; later calls and CUDA graphs do not. With
             one valid token it cannot tell, and checks the next call too. False: no check, for instance for dropout.
-        temperature, threshold, kept: as in :func:`token_log_probs`.
+        temperature, threshold: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -117,8 +117,8 @@ def linear_objective(
         outputs=requested,
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype)
-    loss, targets = label_targets(labels, tensor, threshold, kept, requested)
+    targets = label_targets(labels, tensor, threshold, requested)
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
-    total, found = run_objective(loss, arguments, settings, head)
+    total, found = run_objective(LABELS, arguments, settings, head)
     return total, record_of("log_probs", found, settings)

@@ -3,7 +3,7 @@
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
-from vocab_parallel_ce.kernels import divergences, given_ids, kept, label_rows, launch, outputs, rows, soft_labels
+from vocab_parallel_ce.kernels import divergences, given_ids, label_rows, launch, outputs, rows, soft_labels
 from vocab_parallel_ce.kernels.algebra import KernelLoss
 
-__all__ = ["KernelLoss", "divergences", "given_ids", "kept", "label_rows", "launch", "outputs", "rows", "soft_labels"]
+__all__ = ["KernelLoss", "divergences", "given_ids", "label_rows", "launch", "outputs", "rows", "soft_labels"]

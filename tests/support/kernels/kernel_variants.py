@@ -292,7 +292,7 @@ def of_largest(dtype: str) -> Iterator[Variant]:
 
 
 def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant]:
-    """The kernels of 64 ids; ``divergence`` from a teacher with a rest, of hard labels, or None: kept sets too."""
+    """The kernels of 64 ids; ``divergence`` from a teacher with a rest, of hard labels, or None."""
     x, f, i, label = DTYPES[dtype], torch.float32, torch.int32, torch.int64
     shard, softmax, rows = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS), ALONE["softcap"], ROWS[0]
     options: Any = IdsOptions(64, 0, -100, softmax)
@@ -310,11 +310,6 @@ def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant
     yield Variant(f"ids_gradient-{name}", launch, (x, *of_row, f, f, f, i, f, f, f, label))
     if divergence is None:
         yield Variant(f"write_columns-{name}", launch_of("given_ids", "_write", rows, 64), (i, f, x))
-        softmax, strides = softmax._replace(entropy=True), (1, 1, None, None, None)
-        launch = launch_of("kept", "_statistics", rows, 64, shard, softmax)
-        yield Variant(f"kept_statistics-{name}", launch, (x, label, label, f, f))
-        launch = launch_of("kept", "_gradient", rows, 64, strides, 4, shard, softmax)
-        yield Variant(f"kept_gradient-{name}", launch, (x, label, label, f, f, f, f, i, f))
 
 
 def finish(option: str, ranks: int, summed: bool = False, counted: bool = False, few: bool = False) -> Variant:

@@ -1,0 +1,83 @@
+"""Logits at k given ids of each token, of logits that are sharded over the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.api.call import public
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.in_place import check_not_overwritten
+from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.options import Settings, shard_of_rank
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import NAN, NEG_INF
+from vocab_parallel_ce.summed import summed
+from vocab_parallel_ce.targets import Role, Tokens, check, register
+
+NO_ID = -1  # where a token has fewer
+
+
+class At(NamedTuple):
+    """The ids, for checks."""
+
+    ids: Annotated[Tensor, Role("ids", ("rows", "k"))]
+
+
+register(At)
+
+
+@public(lambda keywords: True)
+def logits_at(logits: Tensor, ids: Tensor, *, group: Any = None, vocab_size: int | VocabShard | None = None) -> Tensor:
+    """Return the logits at ``k`` given ids of each token, from the ranks that have them.
+
+    Only these are read, and all others have gradient 0. ``log_softmax`` over them is the distribution of a sampler that
+    kept these ids: docs/rl.md. Overwrites nothing.
+
+    Collectives: on several ranks one all_reduce of ``4 * k`` bytes per token; backward none. ``torch.compile`` breaks
+    its graph.
+
+    Args:
+        logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
+        ids: ``[..., k]`` int64 or int32 ids in the whole vocabulary, the same on every rank; -1 where a token has
+            fewer. Gradients of an id that is given twice add up.
+        group, vocab_size: as in :func:`vocab_parallel_cross_entropy`.
+
+    Returns:
+        ``[..., k]`` fp32, fp64 for fp64 logits, the same on all ranks: as they are in ``logits``, and ``-inf`` for an
+        id of -1. Another id outside the vocabulary raises on a CPU, and gives NaN elsewhere.
+
+    Raises:
+        TypeError, ValueError: a type, dtype, shape or value does not fit.
+
+    Example:
+        >>> from vocab_parallel_ce import logits_at
+        >>> logits_at(torch.tensor([[1.0, 0.0, 3.0]]), torch.tensor([[2, 0, -1]]))
+        tensor([[3., 1., -inf]])
+    """
+    checks.check_tensor("logits", logits)
+    is_empty = vocab_size is not None and logits.dim() > 1 and not logits.shape[-1]  # as a last rank may be
+    columns = F.pad(logits, (0, 1)) if is_empty else logits
+    checks.check_logits(columns)
+    checks.check_no_transforms(logits, ids)
+    checks.check_no_trace()
+    rank, n_ranks = group_position(group)
+    settings, tokens = Settings(vocab_size=vocab_size), Tokens(columns, "logits", logits.shape[:-1])
+    shard = shard_of_rank(settings, logits.shape[-1], rank, n_ranks)
+    check(At(ids), tokens)
+    check_not_overwritten(logits)
+    if checks.looks_at(ids, settings.check_labels):
+        checks.check_label_range(ids, shard.vocab_size, NO_ID, name="ids", names_ignored=False)
+    if verify.pending.get() is not None:
+        verify.compare_call({"logits": logits}, At(ids), shard, {"vocab_size": vocab_size})
+    column = ids.long() - shard.start
+    is_own = (column >= 0) & (column < shard.n_valid)
+    own = columns.gather(-1, column.clamp(0, columns.shape[-1] - 1)).to(compute_dtype(logits.dtype))
+    found = torch.where(is_own, own, 0.0)  # of each id at most one rank has another number
+    found = found if n_ranks == 1 else summed(found, group)
+    outside = (ids < 0) | (ids >= shard.vocab_size)
+    return found.masked_fill(outside, NAN).masked_fill(ids == NO_ID, NEG_INF)
