@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vocab_parallel_ce.blocks import ONE_PASS
-from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
+from vocab_parallel_ce.one_pass import SHARED_MEMORY, WIDTHS
 
 pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
@@ -126,12 +125,12 @@ def assert_fills_a_multiprocessor(report: dict) -> None:
     assert report["registers"] <= REGISTERS // (report["threads"] * report["ctas_per_sm"]), report
     # The system uses 1 KB of each program's shared memory.
     shared_bytes = (report["shared_bytes"] + 1024) * report["ctas_per_sm"]
-    assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
+    assert shared_bytes <= SHARED_MEMORY + 1024, report
     # The widest rows leave up to 28 values in memory with Triton 3.6 and 3.7, and up to 50 with 3.9; others with
     # options or edges 24, and 40. Plain rows leave none, and 14: four took 27 % more time (128,256 bytes; H100, 3.6).
     is_new = report["triton"] >= [3, 9]
     is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
     most = (56 if is_new else 0) if is_plain else 160 if is_new else 96
-    if report["kernel"].endswith(f"-{ONE_PASS[-1][1]}"):
+    if report["kernel"].endswith(f"-{WIDTHS[-1][1]}"):
         most = 200 if is_new else 112
     assert report["stack_bytes"] <= most and report["local_bytes"] == 0, report

@@ -18,7 +18,7 @@ from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, prog
 from tests.support.kernels.launches import Entry, options_of, recorded, wanted
 from tests.support.random.calls import KINDS, Where, run_call
 from tests.support.random.tables import configurations
-from vocab_parallel_ce import distillation_loss, plan, selection, vocab_parallel_cross_entropy
+from vocab_parallel_ce import distillation_loss, one_pass, plan, selection, vocab_parallel_cross_entropy
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import select
 
@@ -29,15 +29,16 @@ NEVER = {
     ("part_kernel of soft_labels", "stats", None): "soft targets have one exchange",
     ("second_kernel of soft_labels", None, None): "soft targets have one exchange",
     ("second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
-    (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
+    (ONE_PASS, None, "padded"): "it leaves padded columns to other kernels",
 }
 NEVER |= {
-    (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option, or two kernels are faster"
+    (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option, or one_pass lacks it"
     for name in (
         "entropy",
         "sum_sq_probs",
         "mean_logit",
         "predictions",
+        "smoothing",
         "softcap",
         "negated",
     )
@@ -118,18 +119,21 @@ def test_wide_calls_launch_everything():
 @pytest.fixture
 def chosen_as_on_a_gpu(monkeypatch):
     """What a Hopper GPU would launch is planned for tensors on the CPU."""
-    from vocab_parallel_ce.kernels import one_pass
+    from vocab_parallel_ce.one_pass import kernel
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy host more of them wait for each other
 
-    def chosen(device, requested, obstacle):
-        return select("cuda", "auto" if requested == "triton" else requested, obstacle)
+    def bound(*call):
+        return one_pass.bind(*call[:-1], call[-1]._replace(impl="auto"))
 
-    monkeypatch.setattr(selection, "triton_state", lambda: "compiler")
-    monkeypatch.setattr(plan, "select", chosen)
+    for module in (selection, one_pass):
+        monkeypatch.setattr(module, "triton_state", lambda: "compiler")
+    monkeypatch.setattr(one_pass, "obstacle_of_gpu", lambda index: None)
+    monkeypatch.setattr(plan, "select", lambda device, requested: select("cuda", requested))
+    monkeypatch.setattr(plan, "bind", bound)
     monkeypatch.setattr(plan, "begins_at_a_boundary", lambda logits: logits.data_ptr() % VECTOR_BYTES == 0)
-    monkeypatch.setattr(one_pass, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 132)
     forget_plans()
     yield
     forget_plans()

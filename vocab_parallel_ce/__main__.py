@@ -15,11 +15,10 @@ from vocab_parallel_ce.collectives import available_backends
 from vocab_parallel_ce.head.chunks import choose_chunk_tokens, default_tokens
 from vocab_parallel_ce.in_place import can_tell
 from vocab_parallel_ce.integrations import framework_lines
+from vocab_parallel_ce.one_pass import obstacle_of_gpu
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
-from vocab_parallel_ce.selection import IMPLEMENTATIONS, obstacle_of_gpu, select, triton_state, triton_version
+from vocab_parallel_ce.selection import IMPLEMENTATIONS, select, triton_state, triton_version
 from vocab_parallel_ce.versions import how_tested
-
-BY_DEFAULT = "gradient 'in_forward', got 'auto'"  # what a mean on one rank, of rows that suit one launch, lacks for it
 
 # Tokens, hidden size and columns per rank: a model of 8 B parameters on one rank and on four.
 HEADS = ((4096, 4096, 128256), (32768, 4096, 128256), (16384, 4096, 32064))
@@ -59,9 +58,7 @@ def doctor_lines() -> list[str]:
     lines.append(f"torch.distributed: {', '.join(available_backends()) or 'not in this build of torch'}")
     for device in ["cpu"] if accelerator is None else [accelerator.type, "cpu"]:
         for requested in ("auto", *IMPLEMENTATIONS):
-            lacks = None if requested == "one_pass" else BY_DEFAULT
-            lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, lacks)}")
-        lines.append(f"{device}, gradient='in_forward': {_outcome(device, 'auto', None)}")
+            lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested)}")
     default = "over the logits if nobody else can see them in backward, otherwise into a new tensor"
     if top_saved_tensor_hooks is None or not can_tell():
         default = "always into a new tensor: this Python or torch cannot say who can see the logits"
@@ -91,14 +88,14 @@ def _has_trl_kernels() -> bool:
     return any((Path(folder) / "kernels").is_dir() for folder in folders)
 
 
-def _outcome(device: str, requested: str, lacks: str | None) -> str:
-    """Return what runs a call that lacks this for one launch, or why nothing does."""
-    of_gpu = obstacle_of_gpu(torch.cuda.current_device()) if device == "cuda" else None
+def _outcome(device: str, requested: str) -> str:
+    """Return what runs, and why, or why nothing does."""
     try:
-        name, reason = select(device, requested, of_gpu or lacks)
+        name, reason = select(device, requested)
     except ValueError as error:
         return f"no: {error}"
-    return f"{name} ({reason})"
+    obstacle = obstacle_of_gpu(torch.cuda.current_device()) if name == "one_pass" else None
+    return f"{name} ({reason})" if obstacle is None else f"no: it needs {obstacle}"
 
 
 if __name__ == "__main__":

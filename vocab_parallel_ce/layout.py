@@ -49,14 +49,6 @@ def row_layout(logits: Tensor) -> RowLayout | None:
     return RowLayout(0, size1, size2, stride0, stride1, stride2)
 
 
-def begins_at_a_boundary(logits: Tensor) -> bool:
-    """Whether :func:`aligned_base` of logits on a GPU is at a boundary of 16 bytes."""
-    if not logits.is_cuda:
-        return False
-    misaligned = logits.data_ptr() % VECTOR_BYTES
-    return misaligned == 0 or logits.storage_offset() * logits.element_size() >= misaligned
-
-
 def rows_are_disjoint(logits: Tensor) -> bool:
     """Whether writing one row of ``logits [..., C]``, dense in its last dimension, changes no other."""
     if logits.is_contiguous():

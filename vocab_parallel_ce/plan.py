@@ -17,15 +17,15 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.blocks import fewest_rows_of_one_pass
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import OVERWRITTEN, check_not_overwritten
 from vocab_parallel_ce.kinds import Kinds
-from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
+from vocab_parallel_ce.layout import compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.one_pass import begins_at_a_boundary, bind
 from vocab_parallel_ce.options import Known, Settings, known, shard_of_rank
 from vocab_parallel_ce.program import Programs, directly
-from vocab_parallel_ce.selection import obstacle_of_call, select
+from vocab_parallel_ce.selection import select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.summed import check_summed
@@ -81,8 +81,8 @@ class PlanKey(NamedTuple):
     rank: int
     n_ranks: int
     gradient: str
-    is_aligned: bool  # the logits' memory suits one_pass
     class_weight: bool = False  # whether there is one
+    extras: tuple[str, ...] = ()  # what else calls with in_forward have or need that one_pass lacks
 
 
 # Of calls over logits that were checked: a Call each, without group and divisor. Those of other shapes share what
@@ -190,10 +190,10 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a loss over checked ``logits``, which ``"auto"`` may overwrite or not."""
     mode = gradient_mode(settings.gradient, logits, may_overwrite)
-    is_aligned = mode == "in_forward" and begins_at_a_boundary(logits)
+    extras = () if mode != "in_forward" or begins_at_a_boundary(logits) else ("memory off a boundary of 16 bytes",)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
     columns = logits.dtype, logits.shape[-1], device
-    key = (*columns, rank, n_ranks, mode, is_aligned, has_weights(targets))  # a PlanKey's: to make one takes longer
+    key = (*columns, rank, n_ranks, mode, has_weights(targets), extras)  # a PlanKey's: to make one takes longer
     return cached_plan(loss, settings, key)
 
 
@@ -216,21 +216,20 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     checks.check_no_trace()  # not cached: its sizes are tensors
     shard = shard_of_rank(settings, key.n_columns, key.rank, key.n_ranks)
     options = loss.options(settings, shard.vocab_size, class_weight=key.class_weight)
-    obstacle, impl = obstacle_of_call(loss, options, shard, key), settings.impl
+    impl = settings.impl
     if key.dtype == torch.float64:
         checks.check_choice("impl, of fp64 logits, for which there are no kernels", impl, ("auto", "reference"))
         impl = "reference"
-    kernels, one_pass = kernels_of(select(key.device.type, impl, obstacle)[0])
-    # A loss per row has the same bits among few rows and many.
-    has_one_order = settings.reduction == "none" or impl == "one_pass"
-    fewest_rows = 0 if has_one_order else fewest_rows_of_one_pass(key.n_columns * key.dtype.itemsize)
+    kernels = kernels_of(select(key.device.type, impl)[0])
     launchers = loss.launchers(options, shard, kernels)
+    if kernels is not None:
+        launchers = bind(launchers, loss, options, shard, key, settings)
     outputs, mean_over = loss.outputs(options), ""
     if settings.reduction == "mean":
         mean_over = "weights" if key.class_weight and loss.divides_by_weights else "rows"
     return Plan(
         loss=loss,
-        launchers=launchers._replace(one_pass=one_pass, one_pass_rows=fewest_rows),
+        launchers=launchers,
         rank=key.rank,
         n_ranks=key.n_ranks,
         shard=shard,
@@ -253,17 +252,13 @@ def output_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if name == "predictions" else compute_dtype(dtype)
 
 
-def kernels_of(implementation: str) -> tuple[ModuleType | None, Callable[..., None] | None]:
-    """Import and return the kernels of an implementation, None for plain PyTorch, and the launcher of ``one_pass``."""
+def kernels_of(implementation: str) -> ModuleType | None:
+    """Import and return the kernels of an implementation, None for plain PyTorch."""
     if implementation == "reference":
-        return None, None
+        return None
     from vocab_parallel_ce import kernels
 
-    if implementation == "triton":
-        return kernels, None
-    from vocab_parallel_ce.kernels.one_pass import one_pass
-
-    return kernels, one_pass
+    return kernels
 
 
 def gradient_mode(gradient: str, logits: Tensor, may_overwrite: bool) -> str:

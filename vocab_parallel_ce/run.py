@@ -150,10 +150,7 @@ def one_pass(plan: Plan, logits: Tensor, divisor: Tensor | None, *others: Any) -
     """Fill the outputs, which are last; the gradient replaces the logits, which must be ``layout.overwritable``."""
     assert plan.launchers.one_pass is not None
     targets, outputs = plan.loss.Targets(*others[:-N_OUTPUTS]), TokenOutputs(*others[-N_OUTPUTS:])
-    counted, is_reduced = plan.mean_over != "", plan.reduction != "none"
-    plan.launchers.one_pass(
-        logits, targets, divisor, outputs, counted=counted, is_reduced=is_reduced, options=plan.options
-    )
+    plan.launchers.one_pass(logits, targets, divisor, outputs)
     return ()
 
 

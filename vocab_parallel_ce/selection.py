@@ -1,4 +1,4 @@
-"""Choose the implementation of a call, and say why. A pure function of the machine and the call."""
+"""Choose the implementation of a call, and say why. A pure function of the machine and the device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ import importlib.util
 import os
 from contextlib import suppress
 from functools import cache
-from typing import Any
-
-import torch
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.blocks import units_of
-from vocab_parallel_ce.environment import SAME_BITS
-from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import IMPLEMENTATIONS
-from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.versions import LOWEST_TRITON, is_older
-
-ONE_PASS_SHARED_MEMORY = 227 * 1024  # bytes per program
 
 
 def triton_state() -> str:
@@ -49,12 +40,12 @@ def is_installed(module: str) -> bool:
     return False
 
 
-def select(device_type: str, requested: str = "auto", obstacle: str | None = "a call to decide on") -> tuple[str, str]:
+def select(device_type: str, requested: str = "auto") -> tuple[str, str]:
     """Return the implementation for tensors on ``"cpu"``, ``"cuda"``, also for ROCm, or another device, and why.
 
-    ``auto`` is ``one_pass`` on a GPU if there is no ``obstacle``, which :func:`obstacle_of_call` returns. Otherwise it
-    is ``triton`` on a GPU and ``reference`` elsewhere. Nothing falls back: what cannot run raises ValueError with the
-    remedy, also ``auto`` on a GPU without triton.
+    ``auto`` is ``triton`` on a GPU and ``reference`` elsewhere. ``one_pass.bind`` says which calls of either name
+    ``one_pass`` runs. Nothing falls back: what cannot run raises ValueError with the remedy, also ``auto`` on a GPU
+    without triton.
     """
     checks.check_choice("impl", requested, ("auto", *IMPLEMENTATIONS))
     if requested == "reference":
@@ -73,48 +64,16 @@ def select(device_type: str, requested: str = "auto", obstacle: str | None = "a 
             f"impl: {requested!r} on {device_type} needs the package triton, {LOWEST_TRITON} or newer, {lack}, "
             "or ask for impl='reference' (plain PyTorch, several times slower)"
         )
-    if device_type != "cuda" or triton != "compiler":
-        obstacle = f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
-    if requested == "one_pass" and obstacle:
-        raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
+    if requested == "one_pass" and (device_type, triton) != ("cuda", "compiler"):
+        raise ValueError(
+            f"impl: 'one_pass' needs a GPU and triton's compiler, got {device_type} and triton's {triton}; 'auto' "
+            "chooses what can run"
+        )
     if device_type == "cpu" and triton != "interpreter":
         raise ValueError(
             "impl: 'triton' needs tensors on a CUDA or ROCm GPU, or on the CPU with TRITON_INTERPRET=1 "
             "set before triton is imported, got tensors on cpu"
         )
-    if requested != "auto":
-        return requested, "asked for" if device_type == "cuda" else "asked for, under triton's interpreter"
-    if obstacle is None:
-        return "one_pass", "one read and one write"
-    return "triton", f"a GPU, and triton is installed; one_pass needs {obstacle}"
-
-
-def obstacle_of_call(loss: Loss, options: Any, shard: VocabShard, key: Any) -> str | None:
-    """Return the first condition of ``one_pass`` that is not met, and what there is instead. ``key``: a ``PlanKey``."""
-    beyond, size = ", ".join(loss.beyond_one_pass(options)), key.dtype.itemsize
-    has_units = units_of(shard, key.rank, key.n_ranks, size) > 0
-    config = loss.one_pass_config(options, key.n_columns * size)
-    conditions = (
-        (key.n_ranks == 1, f"one rank, got {key.n_ranks}"),
-        (not has_units, f"a row in the order of one rank, got the bits of several ({SAME_BITS})"),
-        (key.gradient == "in_forward", f"gradient 'in_forward', got {key.gradient!r}"),
-        (not beyond, f"a loss that it computes, got {beyond}"),
-        (shard.n_valid == shard.n_columns, "logits without padded columns, got some"),
-        (key.is_aligned, "logits in memory that begins at 16 bytes, and a gradient of their dtype, got others"),
-        (config is not None, "rows of a width in its table of measurements (blocks.py), got another"),
-    )
-    of_gpu = obstacle_of_gpu(key.device.index) if key.device.type == "cuda" else None
-    return of_gpu or next((needed for is_met, needed in conditions if not is_met), None)
-
-
-@cache
-def obstacle_of_gpu(index: int) -> str | None:
-    """Return what keeps GPU ``index``, or Triton, from ``one_pass``; None if nothing does."""
-    memory = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 0)
-    if torch.version.hip is not None:
-        return "an NVIDIA GPU, got another maker's"
-    if not is_installed("triton.experimental.gluon.language.nvidia.ampere"):
-        return f"a triton with Gluon's asynchronous copies, got {triton_version()}"
-    if memory < ONE_PASS_SHARED_MEMORY:
-        return f"{ONE_PASS_SHARED_MEMORY} bytes of shared memory a program, got {memory}"
-    return None
+    if requested == "auto":
+        return "triton", "a GPU, and triton is installed"
+    return requested, "asked for" if device_type == "cuda" else "asked for, under triton's interpreter"

@@ -1,7 +1,7 @@
 """The table of modules in docs/design.md is what the package's imports say.
 
 A module may import what stands in a lower row of the table or, in its own row, to its left. Only ``kernels/``
-imports triton, only ``collectives``, ``dtensor`` and ``integrations/`` use torch.distributed, and only
+and ``one_pass/`` import triton, only ``collectives``, ``dtensor`` and ``integrations/`` use torch.distributed, and only
 ``integrations/`` uses a framework.
 """
 
@@ -22,7 +22,7 @@ FRAMEWORKS = (
     *("transformers", "trl", "peft", "megatron", "torchtitan", "verl", "nemo_rl", "openrlhf", "lightning"),
     *("deepspeed", "swift", "nemo_automodel", "skyrl", "areal"),
 )
-OWNERS = {"triton": {"kernels/"}, "torch.distributed": {"collectives", "dtensor", "integrations/"}}
+OWNERS = {"triton": {"kernels/", "one_pass/"}, "torch.distributed": {"collectives", "dtensor", "integrations/"}}
 OWNERS |= {framework: {"integrations/"} for framework in FRAMEWORKS}
 TABLE = table((ROOT / "docs" / "design.md").read_text(encoding="utf-8"), "| module | what it has |")
 

@@ -10,7 +10,7 @@ from tests.support.cases.inputs import batch
 from tests.support.kernels.launch_shapes import forget_plans
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from vocab_parallel_ce import blocks, plan, run, vocab_parallel_cross_entropy
+from vocab_parallel_ce import one_pass, plan, run, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.interpreter
 FEWEST = 3  # rows of one_pass here
@@ -66,18 +66,18 @@ def test_more_rows_than_the_outputs_count_are_counted_by_pytorch(monkeypatch, co
 
 @pytest.fixture
 def one_launch(monkeypatch):
-    """What a GPU would select; returns (rows, is_reduced) of each ``one_pass``, which does what ``triton`` does."""
+    """What a GPU would select; returns the rows of each ``one_pass``, which does what ``triton`` does."""
     from vocab_parallel_ce import kernels
-    from vocab_parallel_ce.kernels import one_pass
+    from vocab_parallel_ce.one_pass import kernel
 
     calls = []
 
-    def chosen(device, requested, obstacle):
-        return "triton" if obstacle.startswith("gradient") else "one_pass", ""
+    def bound(launchers, loss, options, shard, key, settings):
+        return one_pass.bind(launchers, loss, options, shard, key, settings._replace(impl="auto"))
 
-    def in_one_launch(logits, beside, divisor, outputs, *, counted, is_reduced, options):
+    def in_one_launch(logits, beside, divisor, outputs, *, counted, options):
         n_rows = beside.labels.shape[0]
-        calls.append((n_rows, is_reduced))
+        calls.append(n_rows)
         shard = plan.VocabShard(0, logits.shape[-1], logits.shape[-1])
         stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
         count = torch.empty(1, dtype=torch.int32) if counted else None
@@ -87,9 +87,10 @@ def one_launch(monkeypatch):
         divisor = divisor if count is None else count
         kernels.outputs.gradient(loss)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
 
-    monkeypatch.setattr(plan, "select", chosen)
-    monkeypatch.setattr(blocks, "ONE_PASS_ROWS", ((1 << 62, FEWEST),))
-    monkeypatch.setattr(one_pass, "one_pass", in_one_launch)
+    monkeypatch.setattr(plan, "bind", bound)
+    monkeypatch.setattr(one_pass, "why_not", lambda *call: None if call[-1].gradient == "in_forward" else "in_forward")
+    monkeypatch.setattr(one_pass, "FEWEST_ROWS", ((1 << 62, FEWEST),))
+    monkeypatch.setattr(kernel, "one_pass", in_one_launch)
     forget_plans()
     yield calls
     forget_plans()
@@ -108,10 +109,10 @@ def test_one_launch_from_the_fewest_rows_on(one_launch, reduction):
         assert_within_budget(loss, oracle.loss, peer.loss)
         assert_within_budget(grad, oracle.grad, peer.grad)
     rows = ([FEWEST - 1] if reduction == "none" else []) + [FEWEST, FEWEST + 2]
-    assert one_launch == [(n_rows, reduction != "none") for n_rows in rows]
+    assert one_launch == rows
 
 
 def test_each_chunk_of_a_head_by_its_own_rows(one_launch):
     """Ten tokens in chunks of 4, of which the last has 2."""
     linear.check(("triton", "cpu"), linear.many_tokens(10, 520), chunk_size=4)
-    assert one_launch == [(4, True), (4, True)]
+    assert one_launch == [4, 4]

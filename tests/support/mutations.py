@@ -46,7 +46,9 @@ MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py te
 PROGRAMS = "tests/kernels/test_programs.py tests/logits/test_plans.py"
 REFUSALS = "tests/refusals"  # after each suite
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
-    "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
+    "one_pass/__init__": "tests/core/test_one_pass.py",
+    "one_pass/rows": "tests/core/test_one_pass.py tests/test_one_pass.py tests/test_one_pass_system.py",
+    "one_pass/": "tests/test_one_pass.py tests/test_one_pass_system.py",
     "kernels/walk": f"-m 'interpreter or reference' {OF_WALKS} {OF_PAIRS}",
     "kernels/rows": f"{INTERPRETED} {OF_PAIRS} {NUMBERS}",
     "kernels/algebra": f"{INTERPRETED} {OF_PAIRS}",

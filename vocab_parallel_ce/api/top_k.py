@@ -118,7 +118,7 @@ def _local_sums(rows: Tensor, best: Tensor, shard: VocabShard, temperature: floa
     if not shard.n_valid:
         return best.new_zeros(len(best), dtype=compute_dtype(rows.dtype))
     options = loss_options(Settings(temperature=temperature), shard.vocab_size)
-    kernels, _ = kernels_of("triton" if has_kernels(rows) else "reference")
+    kernels = kernels_of("triton" if has_kernels(rows) else "reference")
     launchers = LABELS.launchers(options, shard._replace(stop=shard.start + shard.n_valid), kernels)
     stats = rows.new_empty(1, len(best), *launchers.widths, dtype=compute_dtype(rows.dtype))
     launchers.statistics(walkable(rows), Labels(best.contiguous()), (stats,), 0)

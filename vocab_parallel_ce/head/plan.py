@@ -30,7 +30,7 @@ from vocab_parallel_ce.head.chunks import (
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
-from vocab_parallel_ce.head.settings import check_head_settings, check_one_pass, gradient_of, rounded_dtypes
+from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Known, Settings, known, shard_of_rank
@@ -222,10 +222,13 @@ def make_head_plan(
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
     shard = shard_of_rank(settings, weight.shape[0], rank, n_ranks, subject=WEIGHT)
-    check_one_pass(settings, dtype, logits_dtype, recomputes=gradient == "in_forward" and recomputes)
-    # one_pass takes no grad_output, and its gradient has the dtype of the logits.
-    suits = not (arguments.knows_grad_output or recomputes or logits_dtype != dtype)
-    key = PlanKey(logits_dtype, weight.shape[0], hidden.device, rank, n_ranks, gradient, suits, class_weight)
+    extras = {
+        "expected_grad_output": arguments.knows_grad_output,
+        "logits_dtype": logits_dtype != dtype,
+        "outputs with a gradient (gradient='in_forward' gives them none)": recomputes,
+    }
+    named = tuple(name for name, is_there in extras.items() if is_there)
+    key = PlanKey(logits_dtype, weight.shape[0], hidden.device, rank, n_ranks, gradient, class_weight, named)
     reduction = "none" if settings.reduction == "none" else "sum"  # a mean is a sum that is divided
     # Cached apart from the number of tokens, which may be another at each step.
     plan = cached_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), key)

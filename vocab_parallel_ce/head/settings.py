@@ -57,20 +57,6 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
         )
 
 
-def check_one_pass(settings: Settings, dtype: torch.dtype, logits_dtype: torch.dtype, *, recomputes: bool) -> None:
-    """Check what an explicit ``one_pass`` cannot do.
-
-    ``recomputes`` if backward may, though the forward pass has gradients.
-    """
-    if settings.impl == "one_pass" and logits_dtype != dtype:
-        raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
-    if settings.impl == "one_pass" and recomputes:
-        raise ValueError(
-            "impl: 'one_pass' keeps no statistics, which gradients of the outputs need, got gradient='auto'; use "
-            "impl='auto', or gradient='in_forward', with which only the loss has a gradient"
-        )
-
-
 def rounded_dtypes(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
     """Return the dtypes that gradients are rounded to: of the products, and of the tensors that require one."""
     return {dtype, *[t.dtype for t in tensors if t is not None and t.requires_grad]}

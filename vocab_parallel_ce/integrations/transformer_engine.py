@@ -177,7 +177,7 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
             f"share no memory, got shape {tuple(_input.shape)}, strides {_input.stride()}"
         )
     requested = "reference" if _input.dtype == torch.float64 else "auto"
-    kernels, _ = kernels_of(select(_input.device.type, requested)[0])
+    kernels = kernels_of(select(_input.device.type, requested)[0])
     element_mul = reference.element_mul if kernels is None else kernels.outputs.element_mul
     element_mul(_input, per_row(grad_output.resolve_neg(), _input))
     run.raise_version(_input)

@@ -1,6 +1,6 @@
 """Triton kernels, and the launchers of each loss, which ``losses`` binds.
 
-Only modules in here import triton, and nothing imports this package before a kernel runs.
+Only modules in here and in ``one_pass`` import triton, and nothing imports this package before a kernel runs.
 """
 
 from vocab_parallel_ce.kernels import divergences, given_ids, label_rows, launch, outputs, rows, soft_labels

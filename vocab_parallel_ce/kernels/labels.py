@@ -1,6 +1,6 @@
 """Cross-entropy with labels: its statistics, outputs and gradient, as ``spec`` has them, as jit functions.
 
-An option's terms are here. ``label_rows``, ``one_pass`` and ``one_pass_rows`` call these functions.
+An option's terms are here. ``label_rows`` and the kernel of ``one_pass`` call these functions.
 """
 
 from typing import NamedTuple

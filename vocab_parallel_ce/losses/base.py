@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import OnePassConfig
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Tokens, at, in_order, register
@@ -41,8 +40,7 @@ class Launchers(NamedTuple):
     # (logits, targets, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is no
     # second.
     second: Callable[..., None] | None = None
-    # (logits, targets, divisor, outputs, counted=, is_reduced=, options=): fills them, and the gradient overwrites the
-    # logits.
+    # (logits, targets, divisor, outputs): fills the outputs, and the gradient overwrites the logits.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
     stored_rows: int = 0  # the most whose outputs the launch of the statistics stores
@@ -101,14 +99,6 @@ class Loss:
     def row_shape(self, options: Any) -> tuple[int, ...]:
         """Return the shape of a row's loss: ``()``, or ``(k,)`` of a loss that has k values, which are not reduced."""
         return ()
-
-    def beyond_one_pass(self, options: Any) -> tuple[str, ...]:
-        """Return the names of what ``one_pass`` cannot do."""
-        return (f"another loss than that of labels, {type(self).__name__}",)
-
-    def one_pass_config(self, options: Any, row_bytes: int, n_rows: int | None = None) -> OnePassConfig | None:
-        """Return the launch shape of ``one_pass`` for ``n_rows`` of ``row_bytes``, or for many; None if it has none."""
-        return None
 
     def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         """Bind the launchers of ``kernels``, or of plain PyTorch for None."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, OnePassConfig, one_pass_config
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -54,21 +53,6 @@ class LabelLoss(Loss):
     def outputs(self, options: LossOptions) -> dict[str, bool]:
         requested = zip(TokenOutputs._fields, options.outputs, options.differentiable, strict=True)
         return {name: has_gradient for name, is_requested, has_gradient in requested if is_requested and name != "loss"}
-
-    def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
-        # It has no statistics for these.
-        lacks = [name for name in ("entropy", "sum_sq_probs", "mean_logit", "predictions") if getattr(options, name)]
-        # These would need more registers than a program of wide rows has.
-        if options.softcap is not None:
-            lacks.append("softcap")
-        if options.smoothing and options.class_weight:
-            lacks.append("label_smoothing with class_weight")
-        return tuple(lacks)
-
-    def one_pass_config(self, options: LossOptions, row_bytes: int, n_rows: int | None = None) -> OnePassConfig | None:
-        if options.smoothing:
-            return one_pass_config(row_bytes, ONE_PASS_SMOOTHING)
-        return one_pass_config(row_bytes, ONE_PASS, n_rows)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:

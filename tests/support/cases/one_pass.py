@@ -9,27 +9,21 @@ from tests.support.cases.inputs import batch
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import vocab_parallel_cross_entropy
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING
-from vocab_parallel_ce.selection import obstacle_of_gpu, select
+from vocab_parallel_ce.one_pass import WIDTHS, obstacle_of_gpu
 
 EPS_32 = torch.finfo(torch.float32).eps
-# With smoothing at every width: the table leaves out those for which two kernels are faster.
-SMOOTHING = (*ONE_PASS[:-2], ONE_PASS_SMOOTHING[-1])
 # bf16 columns of the narrowest rows, of the widest of the middle configuration, and of the widest.
-NARROW = -(-ONE_PASS[0][0] // 16) * 8
-MIDDLE = ONE_PASS[len(ONE_PASS) // 2][1] // 16 * 8
-WIDE, WIDE_SMOOTHED = (table[-1][1] // 16 * 8 for table in (ONE_PASS, SMOOTHING))
+NARROW = -(-WIDTHS[0][0] // 16) * 8
+MIDDLE = WIDTHS[len(WIDTHS) // 2][1] // 16 * 8
+WIDE = WIDTHS[-1][1] // 16 * 8
 
 # "weights": random class weights, some of them 0.
 OPTIONS = {
     "plain": {},
     "z_loss": {"z_loss": 1e-3},
-    "smoothing": {"label_smoothing": 0.1},
-    "all smoothing": {"label_smoothing": 1.0},
     "scale": {"logit_scale": 0.3},
     "weights": {"weights": True},
     "all with weights": {"weights": True, "logit_scale": 0.5, "z_loss": 1e-3},
-    "all with smoothing": {"label_smoothing": 0.1, "logit_scale": 0.5, "z_loss": 1e-3},
 }
 
 
@@ -42,13 +36,11 @@ def options_of(name, columns):
     return options
 
 
-def require_one_pass(monkeypatch):
-    """Skip where it cannot run (``test_selection`` says which GPUs can); let it smooth at every width."""
-    try:
-        select("cuda", "one_pass", obstacle_of_gpu(torch.cuda.current_device()))
-    except ValueError as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr("vocab_parallel_ce.losses.labels.ONE_PASS_SMOOTHING", SMOOTHING)
+def require_one_pass():
+    """Skip where it cannot run: never on a Hopper GPU."""
+    if (needed := obstacle_of_gpu(torch.cuda.current_device())) is not None:
+        assert torch.cuda.get_device_capability() != (9, 0), needed
+        pytest.skip(f"one_pass needs {needed}")
 
 
 def made(kind, rows, columns, dtype=torch.bfloat16, seed=0):
@@ -80,8 +72,7 @@ def check(logits, labels, grad_output=None, impl="one_pass", **options):
     assert_within_budget(loss, oracle.loss, peer.loss)
     # Backward multiplies what forward has written.
     assert_within_budget(grad, oracle.grad, peer.grad, roundings=1 + (grad_output is not None))
-    if not options.get("label_smoothing"):  # with smoothing a column's gradient is a difference
-        assert_every_element(grad, oracle.grad, labels)
+    assert_every_element(grad, oracle.grad, labels)
     ignored = labels.long() == options.get("ignore_index", -100)
     assert not grad[ignored].any()
     if options.get("reduction") == "none":

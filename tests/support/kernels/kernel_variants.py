@@ -23,19 +23,13 @@ from tests.support.kernels.variant import (
     launch_of,
     shard_and_block,
 )
-from vocab_parallel_ce.blocks import (
-    ONE_PASS,
-    ONE_PASS_CLUSTERS,
-    PARTS_AT_ONCE,
-    UNIT_PARTS_AT_ONCE,
-    OnePassConfig,
-    gradient_shape,
-)
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, UNIT_PARTS_AT_ONCE, gradient_shape
 from vocab_parallel_ce.kernels.rows import NOT_STORED
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
-from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.losses.top_k_teacher import TopKOptions
+from vocab_parallel_ce.one_pass import WIDTHS, config_of
+from vocab_parallel_ce.one_pass.kernel import _launch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions
 
@@ -117,16 +111,12 @@ def of_gradients() -> Iterator[Variant]:
 
 
 def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
-    for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
+    for _, most, _ in reversed(WIDTHS if is_sm_90 else WIDTHS[:1]):
         yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
     if is_sm_90:
         for row_bytes in MEASURED_ROW_BYTES:
             yield one_pass("bf16", row_bytes, "plain", "mean")
-        for option in ("class_weight", "smoothing"):
-            yield one_pass("bf16", 102_400, option, "mean", edges=True)
-        for _, most, _, few in ONE_PASS_CLUSTERS:
-            yield one_pass("bf16", most, "plain", "mean", few=few)
-            yield one_pass("bf16", most, "class_weight", "mean", edges=True, few=few)
+        yield one_pass("bf16", 102_400, "class_weight", "mean", edges=True)
 
 
 def of_units() -> Iterator[Variant]:
@@ -178,7 +168,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     for dtype, edges in product(DTYPES, (False, True)):
         yield from of_divergence(dtype, edges, DivergenceOptions("js", beta=0.01))
     if has_one_pass(target):
-        calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
+        calls = product(DTYPES, WIDTHS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
         for dtype, (_, most, _), option, call in calls:
             yield one_pass(dtype, most, option, call)
             yield one_pass(dtype, most, option, call, edges=True)
@@ -328,20 +318,14 @@ def finish(option: str, ranks: int, summed: bool = False, counted: bool = False,
     return Variant(name, launch, dtypes)
 
 
-def one_pass(
-    dtype: str, row_bytes: int, option: str, call: str, edges: bool = False, few: OnePassConfig | None = None
-) -> Variant:
-    """Rows of at most ``row_bytes``; with ``edges``, of one column less. ``few``: the configuration, of few rows."""
-    options, fp32 = OPTIONS[option], torch.float32
-    config = few or LABELS.one_pass_config(options, row_bytes)
+def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = False) -> Variant:
+    """Rows of at most ``row_bytes``; with ``edges``, of one column less."""
+    options, config, fp32 = OPTIONS[option], config_of(row_bytes), torch.float32
     assert config is not None
     outputs = (fp32, fp32 if options.lse else None)
     divisor = torch.int32 if call == "num_items" else None
-    weights, partials = fp32 if options.class_weight else None, fp32 if config.ctas > 1 else None
-    dtypes = (DTYPES[dtype], torch.int64, divisor, weights, *outputs, partials)
+    dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
-    sizes = (0, 1, 1, n_columns, 0, 0)
-    key = (DTYPES[dtype].itemsize, n_columns, sizes, call == "mean", options, config)
-    launch = launch_of("one_pass", "_launch", *key)
-    name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}{f'-{config.ctas}_ctas' * (few is not None)}-{row_bytes}"
-    return Variant(name, launch, dtypes, config.ctas_per_sm)
+    launch = _launch(DTYPES[dtype].itemsize, n_columns, (0, 1, 1, n_columns, 0, 0), call == "mean", options, config)
+    name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
+    return Variant(name, launch, dtypes, config.programs_per_sm)

@@ -5,25 +5,23 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from vocab_parallel_ce import blocks, plan
+from vocab_parallel_ce import blocks, one_pass, plan
 from vocab_parallel_ce.head import plan as head_plan
 
 MANY = 1 << 30
 ONE, SEVERAL, BY_SIZE = "uncut rows", "rows in parts", "rows as they are"
-ALWAYS, NEVER = ((MANY, 0),), ((MANY, MANY),)
 LIMITS: dict[str, dict[str, Any]] = {
     BY_SIZE: {},
-    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "ONE_PASS_ROWS": ALWAYS}
-    | {"ONE_PASS_CLUSTERS": ()},
-    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY}
-    | {"ONE_PASS_ROWS": NEVER},
+    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0},
+    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY},
 }
+FEWEST_ROWS = {BY_SIZE: one_pass.FEWEST_ROWS, ONE: ((MANY, 0),), SEVERAL: ((MANY, MANY),)}  # of one_pass
 
 
 @contextmanager
 def programs(kind: str) -> Iterator[None]:
     """Let rows have ONE program, of gradients one per few tiles; or SEVERAL; or BY_SIZE, as outside of tests."""
-    with _limits(**LIMITS[kind]):
+    with _limits(**LIMITS[kind]), patch.object(one_pass, "FEWEST_ROWS", FEWEST_ROWS[kind]):
         yield
 
 
@@ -47,7 +45,6 @@ def _limits(**limits: Any) -> Iterator[None]:
 def _forget_shapes() -> None:
     blocks.statistics_shape.cache_clear()
     blocks.gradient_shape.cache_clear()
-    blocks.one_pass_config.cache_clear()
     forget_plans()
 
 

@@ -33,8 +33,9 @@ def kernels() -> dict[str, tuple[Any, Any]]:
     from vocab_parallel_ce import kernels as package
 
     found, algebras = {}, []
-    for module in pkgutil.iter_modules(package.__path__):
-        members = vars(importlib.import_module(f"{package.__name__}.{module.name}"))
+    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    for name in (*names, "vocab_parallel_ce.one_pass.kernel"):
+        members = vars(importlib.import_module(name))
         found |= {name: value for name, value in members.items() if name.endswith("_kernel") and hasattr(value, "fn")}
         algebras += [members["ALGEBRA"]] if "ALGEBRA" in members else []
     pairs = [(kernel, loss) for kernel in found.values() for loss in (algebras if takes(kernel, "LOSS") else [None])]

@@ -115,7 +115,7 @@ FACTORS: dict[str, Case] = {
         "upstream": UPSTREAM,
         "reduction": ("mean", "sum"),
         "num_items": (None, 7, TENSOR),
-        "label_smoothing": MATHS["label_smoothing"],
+        "int32": MATHS["int32"],
         "class_weight": MATHS["class_weight"],
         "z_loss": MATHS["z_loss"],
         "logit_scale": MATHS["logit_scale"],
@@ -145,10 +145,10 @@ FACTORS: dict[str, Case] = {
     "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
     "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
 }
-SMOOTHED = {
+ALL_OF_ONE_PASS = {
+    "ragged": False,
     "width": "one launch",
-    "label_smoothing": 0.1,
-    "class_weight": None,
+    "class_weight": "whole",
     "z_loss": 0.02,
     "logit_scale": 0.4,
     "outputs": ("lse",),
@@ -164,11 +164,12 @@ MEAN = {
     "layout": "contiguous",
     "gradient": "auto",
 }
-# What no pair of values brings about, but tests/test_launches.py asks for.
+# What no pair of values brings about: all of one_pass together, and what tests/test_launches.py asks for.
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
-    *(("one_pass", {**SMOOTHED, "ragged": is_ragged}) for is_ragged in (False, True)),
+    ("one_pass", ALL_OF_ONE_PASS),
+    ("vocab_parallel_cross_entropy", {**MEAN, "padding": "none", "label_smoothing": 0.1}),
     *(("vocab_parallel_cross_entropy", {**MEAN, "padding": padding}) for padding in ("odd", "none")),
 )
 

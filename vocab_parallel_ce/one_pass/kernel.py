@@ -4,53 +4,46 @@
     dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_y - 1 = -others_sum / sum_exp
 
 and what ``labels`` has of the other options. Persistent programs, all at once on the GPU, walk the rows, in chunks of
-one 16-byte vector per thread (``one_pass_rows``). Asynchronous copies fill a circular buffer of STAGES chunks in shared
+one 16-byte vector per thread (``rows``). Asynchronous copies fill a circular buffer of STAGES chunks in shared
 memory, so the next rows arrive while the program works on this one. The gradient needs each chunk a second time. The
 first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay in the
-buffer. A program may be a cluster of CTAS thread blocks, each with its part of every chunk: so few rows keep all
-multiprocessors busy, and the widest rows stay on chip.
+buffer.
 
-The gradient with smoothing does not need the row's ``shifted_sum``. So with smoothing the loss is computed after the
-gradient, which sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need
-more registers than a program of wide rows has. They do the other outputs, too.
-
-Regime: one rank, rows of 16 to 304 KiB without padding, bound by memory. Ignored rows are not read. The kernel is
-written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
+Regime: one rank, rows of 16 to 264 KiB without padding, bound by memory. Ignored rows are not read. No interpreter
+runs Gluon.
 """
 
 # mypy: disable-error-code="assignment, misc"
 # Tuples grow in loops that the compiler unrolls.
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vocab_parallel_ce.blocks import THREADS_PER_WARP, OnePassConfig
+from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.labels import row_factors, store_outputs
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches, row_arguments
-from vocab_parallel_ce.kernels.one_pass_rows import (
+from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
+from vocab_parallel_ce.losses.labels import Labels
+from vocab_parallel_ce.one_pass import Config, config_of
+from vocab_parallel_ce.one_pass.rows import (
     Cursor,
     Sizes,
     Walk,
-    buffer_layout,
     chunk_columns,
     clear_rows,
     fetch,
-    lanes_of_each_cta,
+    label_lanes_of,
     load_remainder,
     locate,
     read_row,
     write_label,
     write_row,
 )
-from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
-from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.program import make
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 
 REGISTERS_OF_SM, REGISTERS_OF_THREAD = 65_536, 255
@@ -124,9 +117,9 @@ def first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, N: g
 
 
 @gluon.jit
-def row_stats(row_max, others_sum, target, target_weight, shifted_sum):
+def row_stats(row_max, others_sum, target, target_weight):
     """Return a ``RowStats``; statistics that this kernel does not compute are 0."""
-    return RowStats(row_max, others_sum, target, shifted_sum, 0.0, 0.0, 0.0, target_weight, 0.0)
+    return RowStats(row_max, others_sum, target, 0.0, 0.0, 0.0, 0.0, target_weight, 0.0)
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -137,7 +130,6 @@ def one_pass_kernel(
     class_weight,  # [C] fp32, or None
     loss,  # [N] fp32, out
     lse,  # [N] fp32, out, or None
-    partials,  # [programs, 2, CTAS, 2] fp32, memory of the programs; or None: CTAS is 1
     layout,  # RowLayout of logits
     n_columns,
     loss_options,  # option_arguments
@@ -148,7 +140,6 @@ def one_pass_kernel(
     STAGES: gl.constexpr,
     CHUNKS_PER_WAIT: gl.constexpr,
     HAS_EDGES: gl.constexpr,
-    CTAS: gl.constexpr,
     LANES: gl.constexpr,
     VECTOR: gl.constexpr,
 ):
@@ -157,19 +148,17 @@ def one_pass_kernel(
     Loss ``log(1 + 8191 exp(-8)) = 1.3212``. Gradient ``exp(-8) / 3.7478 / 2 = 4.475e-5`` in the other
     columns and ``(0.2668 - 1) / 2 = -0.3666`` at the label.
     """
-    unswizzled: gl.constexpr = buffer_layout(CTAS)
+    unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
-    lane_columns = chunk_columns(LANES, VECTOR, CTAS)
+    lane_columns = chunk_columns(LANES, VECTOR)
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
-    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES, CTAS)
+    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
     stage = 0
     row = gl.program_id(0)
-    if CTAS > 1:
-        partials += row * (4 * CTAS)
-    walk = Walk(logits, layout, n_columns, lane_columns, buffer, partials)
+    walk = Walk(logits, layout, n_columns, lane_columns, buffer)
     step = gl.num_programs(0)
     ignore_index = loss_options.ignore_index
     label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
@@ -179,7 +168,7 @@ def one_pass_kernel(
     next_remainder = load_remainder(walk, body, label_columns[0], HAS_EDGES)
     for i in gl.static_range(STAGES):
         fetch(walk, Cursor(stage, row, step, label_columns), i, sizes)
-    label_lanes = lanes_of_each_cta(LANES, VECTOR, CTAS)
+    label_lanes = label_lanes_of(LANES, VECTOR)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, label_lanes, loss_options, COUNTED)
     outputs = TokenOutputs(loss, None, lse, None, None, None)
     grads = GradOutputs(None, None, None, None, None)
@@ -196,19 +185,15 @@ def one_pass_kernel(
         target = ops.transform(remainder.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
-        stats = row_stats(row_max, others_sum, target, target_weight, 0.0)
+        stats = row_stats(row_max, others_sum, target, target_weight)
         live = column != -2
         factors = row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_remainder = load_remainder(walk, next_body, label_columns[1], HAS_EDGES)
-        if loss_options.smoothing is None:
-            store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
-        shifted_sum = write_row(walk, cursor, body, remainder, chunks, factors, grads, loss_options, sizes)
-        if loss_options.smoothing is not None:
-            stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum)
-            store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+        store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+        write_row(walk, cursor, body, remainder.edges, chunks, factors, grads, loss_options, sizes)
         # write_row wrote the label's column like every other.
         write_label(walk, body, remainder.target, column, factors, grads, loss_options, HAS_EDGES)
         stage = (stage + CHUNKS) % STAGES
@@ -227,27 +212,23 @@ def one_pass(
     outputs: TokenOutputs,
     *,
     counted: bool,
-    is_reduced: bool,
     options: LossOptions,
 ) -> None:
     """Fill ``outputs`` and write the gradient over ``logits [..., C]``, the whole vocabulary.
 
     If ``counted``, the number of rows that are not ignored, or the sum of their labels' class weights, divides the loss
-    and the gradient, else ``divisor [1]`` if given. If ``is_reduced``, the bits of a row depend on the number of rows.
+    and the gradient, else ``divisor [1]`` if given.
     """
     n_rows, n_columns = targets.labels.shape[0], logits.shape[-1]
     if n_rows == 0:
         return
     base, (layout, *_) = row_arguments(logits)
     size = logits.element_size()
-    config = LABELS.one_pass_config(options, n_columns * size, n_rows if is_reduced else None)
-    assert config is not None, "selection leaves rows that do not fit to other kernels"
+    config = config_of(n_columns * size)
+    assert config is not None, "why_not leaves rows that do not fit to other kernels"
     launch = _launch(size, n_columns, layout, counted, options, config)
-    programs = min(max(config.ctas_per_sm * _multiprocessors(logits.get_device()) // config.ctas, 1), n_rows)
-    n_ctas = config.ctas
-    partials = None if n_ctas == 1 else make(outputs.loss, programs, 2, n_ctas, 2, dtype=torch.float32)
-    tensors = (base, targets.labels, divisor, targets.class_weight, outputs.loss, outputs.lse, partials)
-    launch(programs, tensors, (n_rows,))
+    programs = min(config.programs_per_sm * _multiprocessors(logits.get_device()), n_rows)
+    launch(programs, (base, targets.labels, divisor, targets.class_weight, outputs.loss, outputs.lse), (n_rows,))
 
 
 @cache_launches
@@ -257,21 +238,20 @@ def _launch(
     layout: tuple[int, ...],
     counted: bool,
     options: LossOptions,
-    config: OnePassConfig,
+    config: Config,
 ) -> Launch:
     vector = VECTOR_BYTES // element_size
-    lanes = THREADS_PER_WARP * config.num_warps * config.ctas
+    lanes = THREADS_PER_WARP * config.num_warps
     chunks = -(-n_columns // vector * vector // (lanes * vector))
     has_edges = n_columns % vector != 0 or RowLayout(*layout).pitch % vector != 0
     register_chunks = min(config.register_chunks, chunks)
-    sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges, config.ctas)
+    sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges)
     constants = {"COUNTED": counted, **sizes._asdict(), "LANES": lanes, "VECTOR": vector}
     values = (RowLayout(*layout), n_columns, options)
     # All programs of a multiprocessor must fit at once; the compiler does not know how many there are.
-    threads = THREADS_PER_WARP * config.num_warps * config.ctas_per_sm
+    threads = THREADS_PER_WARP * config.num_warps * config.programs_per_sm
     registers = min(REGISTERS_OF_SM // threads // 8 * 8, REGISTERS_OF_THREAD)  # a warp gets eights of them
-    cluster: dict[str, Any] = {"num_ctas": config.ctas} if config.ctas > 1 else {}
-    return Launch(one_pass_kernel, values, constants, num_warps=config.num_warps, maxnreg=registers, **cluster)
+    return Launch(one_pass_kernel, values, constants, num_warps=config.num_warps, maxnreg=registers)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 A row is a body of whole 16-byte vectors, which are copied to the buffer, and edges before and after the body if rows
 are not aligned. A chunk is one vector per lane, and a lane is a thread. A thread reads only vectors that it copied
-itself. So it waits for its own copies only, without a barrier: only a cluster has one, for the sums of a row.
+itself. So it waits for its own copies only, without a barrier.
 
 Next to the label's own term, ``others_sum`` would lose digits. So the walk leaves out the label's vector. The other
 logits of that vector, and the edges, are loaded separately, one per lane, and the sums begin with them.
@@ -33,7 +33,6 @@ class Walk(NamedTuple):
     n_columns: tl.tensor
     lane_columns: tl.tensor  # [LANES, VECTOR] columns of a body's first chunk
     buffer: gl.shared_memory_descriptor
-    partials: tl.tensor  # [2, CTAS, 2] fp32, what the program's blocks know of a row, and of the one before; or None
 
 
 class Sizes(NamedTuple):
@@ -44,7 +43,6 @@ class Sizes(NamedTuple):
     STAGES: gl.constexpr
     CHUNKS_PER_WAIT: gl.constexpr
     HAS_EDGES: gl.constexpr
-    CTAS: gl.constexpr  # thread blocks of a program: a cluster
 
 
 class Cursor(NamedTuple):
@@ -110,38 +108,19 @@ def locate(walk, row, column, HAS_EDGES: gl.constexpr):
     return Body(begin, first, width, target_vector)
 
 
-@gluon.constexpr_function
-def tile_layout(LANES, VECTOR, CTAS):
-    """Return the layout of a chunk ``[LANES, VECTOR]``: a vector per thread, and a part per thread block."""
-    blocks = [[1 << i, 0] for i in range(CTAS.bit_length() - 1)]
-    return gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32 // CTAS, 1], [1, 0], blocks)
-
-
-@gluon.constexpr_function
-def buffer_layout(CTAS):
-    """Return the layout of the buffer: each thread block has its part of a chunk."""
-    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[1 << i, 0] for i in range(CTAS.bit_length() - 1)])
-
-
-@gluon.constexpr_function
-def cta_layout(LANES, SIZE, CTAS):
-    """Return the layout of a vector that each thread block has, SIZE elements per thread."""
-    return gl.BlockedLayout([SIZE], [32], [LANES // 32 // CTAS], [0], [[0]] * (CTAS.bit_length() - 1))
-
-
 @gluon.jit
-def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr, CTAS: gl.constexpr):
+def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr):
     """Return the columns ``[LANES, VECTOR]`` of a chunk: a vector per thread."""
-    tile: gl.constexpr = tile_layout(LANES, VECTOR, CTAS)
+    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
     vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
     return vectors[:, None] * VECTOR + gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))[None, :]
 
 
 @gluon.jit
-def lanes_of_each_cta(LANES: gl.constexpr, VECTOR: gl.constexpr, CTAS: gl.constexpr):
-    """Return numbers of lanes from 0 on, a vector per thread, that each thread block of a program has."""
-    layout: gl.constexpr = cta_layout(LANES, VECTOR, CTAS)
-    return gl.arange(0, LANES // CTAS * VECTOR, layout=layout)
+def label_lanes_of(LANES: gl.constexpr, VECTOR: gl.constexpr):
+    """Return the numbers from 0 on of the labels that a program counts at once, VECTOR per thread."""
+    layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [LANES // 32], [0])
+    return gl.arange(0, LANES * VECTOR, layout=layout)
 
 
 @gluon.jit
@@ -248,7 +227,7 @@ def read_row(walk, cursor, body, remainder, loss_options, SIZES: gl.constexpr):
         lane_sum *= ops.exp_shifted(lane_max, shift)
         lane_sum += gl.where(is_other, gl.sum(ops.exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
-    row_max, others_sum = merge_ctas(walk, cursor, lane_max, lane_sum, SIZES.CTAS)
+    row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
     for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
         if done < SIZES.REGISTER_CHUNKS:
             fetch(walk, cursor, done + SIZES.STAGES, SIZES)
@@ -256,67 +235,10 @@ def read_row(walk, cursor, body, remainder, loss_options, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def cluster_barrier(lanes):
-    """Wait for all threads of a cluster; what they stored before is there then. Triton 3.6 has no name for it."""
-    return gl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;",
-        "=r,r",
-        [lanes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def merge_ctas(walk, cursor, lane_max, lane_sum, CTAS: gl.constexpr):
-    """Merge what all lanes know, in the order of the program's thread blocks.
-
-    They exchange it through memory: Triton 3.6 and 3.7 cannot compile a reduction over a cluster.
-    """
-    LANES: gl.constexpr = walk.lane_columns.shape[0]
-    if CTAS > 1:
-        lane_max = gl.reshape(lane_max, [CTAS, LANES // CTAS])
-        lane_sum = gl.reshape(lane_sum, [CTAS, LANES // CTAS])
-        cta_max, cta_sum = gl.reduce((lane_max, lane_sum), 1, merge_lanes)
-        # Every second row has the same memory: another block may still read that of the row before.
-        partials = walk.partials + cursor.row // cursor.step % 2 * (2 * CTAS)
-        own = 2 * gl.arange(0, CTAS, layout=cta_max.type.layout)
-        gl.store(partials + own, cta_max)
-        gl.store(partials + own + 1, cta_sum)
-        cluster_barrier(lanes_of(walk))
-        of_each_cta: gl.constexpr = cta_layout(LANES, 1, CTAS)
-        cta = 2 * gl.arange(0, CTAS, layout=of_each_cta)
-        lane_max = gl.load(partials + cta, cache_modifier=".cg")
-        lane_sum = gl.load(partials + cta + 1, cache_modifier=".cg")
-    return gl.reduce((lane_max, lane_sum), 0, merge_lanes)
-
-
-@gluon.jit
-def shifted_logits(x, inside, factors, loss_options):
-    """Return ``z - row_max`` of smoothing's ``shifted_sum``, 0 outside."""
-    return gl.where(inside, ops.transform(x, loss_options)[0] - factors.shift, 0.0)
-
-
-@gluon.jit
-def sum_if_smoothed(values, loss_options):
-    """Return the sum over the lanes of a program's one thread block, 0 without smoothing."""
-    total = 0.0
-    if loss_options.smoothing is not None:
-        total = gl.sum(values, axis=0)
-    return total
-
-
-@gluon.jit
-def write_row(walk, cursor, body, remainder, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
-    """Write the gradient over every column of a row, and refill the stages; return the ``shifted_sum``.
-
-    The label gets the gradient of another column. ``shifted_sum`` is that of smoothing, of all columns; 0 without.
-    """
+def write_row(walk, cursor, body, edges, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
+    """Write the gradient over every column of a row, the label's as if it were another, and refill the stages."""
     logits, lane_columns = walk.logits, walk.lane_columns
     element = logits.dtype.element_ty
-    n_read = gl.where(cursor.columns[0] == -2, 0, body.width)
-    shifted_sum = gl.zeros_like(remainder.neighbors).to(gl.float32)
     for i in gl.static_range(SIZES.CHUNKS):
         if i < SIZES.REGISTER_CHUNKS:
             chunk = chunks[i]
@@ -324,10 +246,7 @@ def write_row(walk, cursor, body, remainder, chunks, factors, grads, loss_option
             chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
         columns = i * lane_columns.numel + lane_columns
         x = chunk.to(gl.float32)
-        if loss_options.smoothing is not None:
-            inside = columns < n_read if may_end(i, SIZES) else True
-            shifted_sum += gl.sum(shifted_logits(x, inside, factors, loss_options), axis=1)
-        grad = logits_gradient(x, False, factors.uniform_term, factors, grads, loss_options).to(element)
+        grad = logits_gradient(x, False, 0.0, factors, grads, loss_options).to(element)
         if may_end(i, SIZES):
             gl.store(logits + body.first + columns, grad, mask=columns < body.width)
         else:
@@ -338,21 +257,9 @@ def write_row(walk, cursor, body, remainder, chunks, factors, grads, loss_option
                 for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
                     fetch(walk, cursor, done + SIZES.STAGES, SIZES)
     if SIZES.HAS_EDGES:
-        shifted_sum += write_edges(walk, body, remainder.edges, cursor.columns[0] != -2, factors, grads, loss_options)
-    return sum_if_smoothed(shifted_sum, loss_options)
-
-
-@gluon.jit
-def write_edges(walk, body, edges, live, factors, grads, loss_options):
-    """Write the gradient of a row's edges; return their ``shifted_sum``, one per lane, as write_row does."""
-    offset, inside = edge_offsets(walk, body)
-    x = edges.to(gl.float32)
-    shifted = gl.zeros_like(x)
-    if loss_options.smoothing is not None:
-        shifted = shifted_logits(x, inside & live, factors, loss_options)
-    grad = logits_gradient(x, False, factors.uniform_term, factors, grads, loss_options)
-    gl.store(walk.logits + offset, grad.to(walk.logits.dtype.element_ty), mask=inside)
-    return shifted
+        offset, inside = edge_offsets(walk, body)
+        grad = logits_gradient(edges.to(gl.float32), False, 0.0, factors, grads, loss_options).to(element)
+        gl.store(logits + offset, grad, mask=inside)
 
 
 @gluon.jit
