@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from bench_lib.cases import IGNORE_INDEX, OURS
-from bench_lib.documents import Result
-from bench_lib.steps import document_of, measured, parser_of, run
-from bench_lib.timing import Ranks, joined_ranks
+from bench_lib.clock import Ranks, joined_ranks
+from bench_lib.documents import Result, new_document, parser_of, run
+from bench_lib.measure import measured
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
 
@@ -144,7 +144,7 @@ def main() -> None:
     names = list(default) if words.providers is None else words.providers.split(",")
     with joined_ranks() as ranks:
         modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
-        document = document_of("transformers", modules, words.rounds)
+        document = new_document("transformers", words.rounds, modules)
         run(document, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
 
 

@@ -1,9 +1,10 @@
-"""What is measured: one table of cases, their targets, one rank's inputs and how often to measure."""
+"""What is measured: the cases of each command, their targets, how often each is measured, and one rank's inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,16 @@ class Case(NamedTuple):
         """Those of both gradients of a head."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return itemsize * self.hidden_size * (self.tokens + self.columns)
+
+    @property
+    def label(self) -> str | None:
+        """How a table calls the case, if not by all of its fields."""
+        size = f"{self.tokens} x {self.vocabulary}"
+        if self.kind in ("losses", "objective"):
+            return f"{self.tokens} x {self.hidden_size} x {self.vocabulary}" if self.is_head else size
+        if self.kind in WITH_HOST and self.is_head:
+            return f"{size}, D = {self.hidden_size}"
+        return {"rl": f"{size}, logits", "frameworks": size}.get(self.kind)
 
     def __str__(self) -> str:
         size = f"x {self.hidden_size}" if self.is_head else SHORT_DTYPES[self.dtype]
@@ -167,16 +178,6 @@ OF_EACH_REDUCTION = ("table", "few", "head")
 OF_A_MEAN = ("memory", "profile", "modes")
 
 
-def label_of(case: Case) -> str | None:
-    """How a table calls a case, if not by all of its fields."""
-    size = f"{case.tokens} x {case.vocabulary}"
-    if case.kind in ("losses", "objective"):
-        return f"{case.tokens} x {case.hidden_size} x {case.vocabulary}" if case.is_head else size
-    if case.kind in WITH_HOST and case.is_head:
-        return f"{size}, D = {case.hidden_size}"
-    return {"rl": f"{size}, logits", "frameworks": size}.get(case.kind)
-
-
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
     """A command's cases, those of its vocabularies that divide by ``ranks``; or those of named shapes."""
     if command in ("table", "head") and not shapes:
@@ -225,23 +226,20 @@ class Alongside:
 
     def __init__(self, case: Case, tensors: tuple[Tensor, ...], rank: int) -> None:
         self._case, self._tensors, self._rank = case, tensors, rank
-        self._made: dict[str, Any] = {}
-
-    def __call__(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = getattr(self, name)()
-        return self._made[name]
 
     def _random(self, *shape: int, seed: int) -> Tensor:
         device = self._tensors[0].device
         return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
+    @cached_property
     def class_weight(self) -> Tensor:
         return self._random(self._case.columns, seed=2000 + self._rank).abs()
 
+    @cached_property
     def temperature(self) -> Tensor:
         return self._random(self._case.tokens, seed=3000).abs() + 0.5
 
+    @cached_property
     def teacher(self) -> Any:
         """Its logits, or its hidden states and weight."""
         if self._case.is_head:
@@ -250,25 +248,26 @@ class Alongside:
         shape, dtype = self._tensors[0].shape, self._tensors[0].dtype
         return self._random(*shape, seed=4000 + self._rank).mul_(3).to(dtype)
 
-    def probabilities(self) -> Tensor:
-        return self("teacher").softmax(-1) / self._case.ranks
-
+    @cached_property
     def advantage(self) -> Tensor:
         """One number for the tokens of a sequence."""
         n_sequences = -(-self._case.tokens // SEQUENCE)
         return self._random(n_sequences, seed=6000).abs().repeat_interleave(SEQUENCE)[: self._case.tokens]
 
+    @cached_property
     def old(self) -> Tensor:
         """Log-probabilities, about those of random labels."""
         return self._random(self._case.tokens, seed=7000) - math.log(self._case.vocabulary)
 
+    @cached_property
     def ids(self) -> Tensor:
         """Which tokens the teacher knows does not matter."""
         known = torch.arange(min(TOP, self._case.columns), device=self._tensors[0].device)
         return known.expand(self._case.tokens, -1)
 
+    @cached_property
     def log_probs(self) -> Tensor:
-        return self._random(*self("ids").shape, seed=5000).log_softmax(-1)
+        return self._random(*self.ids.shape, seed=5000).log_softmax(-1)
 
 
 def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
@@ -279,7 +278,7 @@ def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
     if not case.is_head:
         logits = torch.randn(case.tokens, case.columns, generator=own, device=device).mul_(3).to(dtype)
         labels = torch.randint(0, case.vocabulary, (case.tokens,), generator=common, device=device)
-        return Inputs((logits,), labels, Alongside(case, (logits,), rank))
+        return Inputs((logits,), labels, partial(getattr, Alongside(case, (logits,), rank)))
     is_compared = case.kind in REDUCTIONS
     std = WEIGHT_STD if is_compared else WIDE_WEIGHT_STD
     weight = torch.randn(case.columns, case.hidden_size, generator=own, device=device).mul_(std)
@@ -292,4 +291,4 @@ def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
         upstream = torch.randn(labels.shape, generator=common, device=device).to(dtype)
         upstreams = {kind: upstream.to(kind) for kind in (torch.float32, dtype)}
     tensors = (hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_())
-    return Inputs(tensors, labels, Alongside(case, tensors, rank), upstreams)
+    return Inputs(tensors, labels, partial(getattr, Alongside(case, tensors, rank)), upstreams)
