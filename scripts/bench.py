@@ -70,34 +70,29 @@ DEFAULT_PROVIDERS = {
     "memory": f"{cases.OURS},torch eager (16-bit logits),liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
 }
-UNFUSED = ["--reduction", "mean", "--providers", f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}"]
-UNFUSED_SHAPES = [
-    f"{tokens}x{cases.HIDDEN_SIZE}" for tokens in ("4096x128256", "16384x128256", "8192x32064", "16384x32064")
-]
-# What one GPU measures for the pages. A document of "rl" needs every framework.
+UNFUSED = ["head", "--reduction", "mean", "--providers"]
+UNFUSED.append(f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}")
+FEW = ["few", "--graphs", "all"]
+# What one GPU measures for the pages, and what several do, README's first. A document of "rl" needs every framework.
 STEPS = {
     "table": ["bench.py", "table"],
     "ignored": ["bench_transformers.py", "--ignored"],
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
-    "unfused": ["bench.py", "head", *UNFUSED, *shapes(*UNFUSED_SHAPES)],
+    "unfused": ["bench.py", *UNFUSED, *shapes("4096x128256", "16384x128256", "8192x32064", "16384x32064")],
     "transformers": ["bench_transformers.py"],
-    "compile": ["bench.py", "compile"],
-    "losses": ["bench.py", "losses"],
-    "memory": ["bench.py", "memory"],
-    "options": ["bench.py", "options"],
-    "few": ["bench.py", "few", "--graphs", "all"],
+    **{command: ["bench.py", command] for command in ("compile", "losses", "memory", "options")},
+    "few": ["bench.py", *FEW],
     "rl": ["bench.py", "rl"],
 }
-# What several do, README's first.
 STEPS_OF_SEVERAL = {
     "table": ["bench.py", "table"],
     "megatron": ["bench_megatron.py"],
     "frameworks": ["bench.py", "frameworks", *shapes("8192x128256", "16384x128256")],
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
-    "few": ["bench.py", "few", "--graphs", "all", *shapes("16x128256", "64x128256")],
-    "unfused": ["bench.py", "head", *UNFUSED],
+    "few": ["bench.py", *FEW, *shapes("16x128256", "64x128256")],
+    "unfused": ["bench.py", *UNFUSED],
     "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096", "16384x128256x4096")],
 }
 
@@ -183,14 +178,6 @@ def measure_case(
     return measure(subject, providers, timer, getattr(options, "graphs", "none"))
 
 
-def baseline_commit(checkout: Path) -> str:
-    if (commit := commit_of(checkout, "VPCE_BASELINE_COMMIT")) is None:
-        raise SystemExit(
-            f"--baseline: expected a checkout with git history, got {checkout}; name its commit in VPCE_BASELINE_COMMIT"
-        )
-    return commit
-
-
 def measure_command(options: argparse.Namespace) -> int:
     """Measure, print one line per result and write the document. Return 1 if a mode is slower than another."""
     if options.command == "host":
@@ -203,12 +190,16 @@ def measure_command(options: argparse.Namespace) -> int:
             )
         found = [case._replace(dtype=getattr(options, "dtype", case.dtype)) for case in found]
         document, timer = new_document(options.command, options.rounds), timer_of(options, ranks)
-        if getattr(options, "baseline", None):
-            document["host"]["baseline_commit"] = baseline_commit(options.baseline)
+        baseline = getattr(options, "baseline", None)
+        if baseline:
+            document["host"]["baseline_commit"] = commit_of(baseline, "VPCE_BASELINE_COMMIT")
+            if document["host"]["baseline_commit"] is None:
+                said = f"expected a checkout with git history, got {baseline}"
+                raise SystemExit(f"--baseline: {said}; name its commit in VPCE_BASELINE_COMMIT")
         run(document, found, partial(measure_case, options, ranks, timer, document), ranks, options.json)
         if not document["results"] and "ranks" not in document:
             raise SystemExit("bench: no provider is here")
-        if ranks.is_first and getattr(options, "baseline", None):
+        if ranks.is_first and baseline:
             print(tables.beside_baseline(document, cases.BASELINE))
         if options.command != "modes":
             return 0

@@ -60,8 +60,6 @@ class Case(NamedTuple):
     @property
     def columns(self) -> int:
         """Those of one rank."""
-        if self.vocabulary % self.ranks:
-            raise ValueError(f"vocabulary: expected a multiple of the {self.ranks} ranks, got {self.vocabulary}")
         return self.vocabulary // self.ranks
 
     @property
@@ -107,6 +105,13 @@ class Case(NamedTuple):
 
 
 WITH_HOST = ("rl", "compile", "frameworks")  # what frameworks call waits for the device, or compiles
+OF_SEVERAL: dict[tuple[Any, ...], dict[str, float]] = {
+    ("none", 16384, 128256, 2): {"ratio": 1.60},
+    ("none", 4096, 128256, 2): {"ratio": 1.70},
+    ("none", 1024, 32000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
+    ("none", 16384, 128256, 4): {"ratio": 1.65},
+    ("none", 4096, 128256, 4): {"ratio": 1.90},
+}
 # The cases of other projects' losses, and what the fields of their results must not exceed. A mean's bounds over
 # logits are those of the provider IN_FORWARD.
 TARGETS: dict[Case, dict[str, float]] = {
@@ -121,22 +126,12 @@ TARGETS: dict[Case, dict[str, float]] = {
     Case("none", 4096, 50257, 1): {"ratio": 1.75},
     Case("none", 1024, 32000, 1): {"microseconds_eager": 90, "ratio_graph": 1.90},
     Case("none", 4096, 64128, 1, dtype="float32"): {"ratio": 1.58},
-    Case("mean", 16384, 128256, 2): {},
-    Case("none", 16384, 128256, 2): {"ratio": 1.60},
-    Case("mean", 4096, 128256, 2): {},
-    Case("none", 4096, 128256, 2): {"ratio": 1.70},
-    Case("mean", 16384, 65536, 2): {},
-    Case("none", 16384, 65536, 2): {},
-    Case("mean", 1024, 32000, 2): {},
-    Case("none", 1024, 32000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
-    Case("mean", 16384, 128256, 4): {},
-    Case("none", 16384, 128256, 4): {"ratio": 1.65},
-    Case("mean", 4096, 128256, 4): {},
-    Case("none", 4096, 128256, 4): {"ratio": 1.90},
-    Case("mean", 16384, 65536, 4): {},
-    Case("none", 16384, 65536, 4): {},
-    Case("mean", 1024, 32000, 4): {},
-    Case("none", 1024, 32000, 4): {},
+    **{
+        Case(kind, *size, ranks): OF_SEVERAL.get((kind, *size, ranks), {})
+        for ranks in (2, 4)
+        for size in ((16384, 128256), (4096, 128256), (16384, 65536), (1024, 32000))
+        for kind in REDUCTIONS
+    },
     # Of heads the second field is peak memory beyond an fp32 gradient of the weight.
     Case("mean", 4096, 128256, 1, HIDDEN_SIZE): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
     Case("mean", 16384, 32064, 1, HIDDEN_SIZE): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
@@ -158,12 +153,14 @@ LOSSES_TARGETS = [
     *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
     ("linear, logits_dtype", "linear", 1.10),
 ]
-MODES_TOKENS = (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
-MODES_COLUMNS = (8192, 32000, 64128, 128256, 256000)
 # Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
 SHAPES: dict[str, list[str]] = {
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
-    "modes": [f"{tokens}x{columns}" for columns in MODES_COLUMNS for tokens in MODES_TOKENS],
+    "modes": [
+        f"{tokens}x{columns}"
+        for columns in (8192, 32000, 64128, 128256, 256000)
+        for tokens in (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
+    ],
     "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "profile": [f"16384x128256x{HIDDEN_SIZE}"],
@@ -174,26 +171,22 @@ SHAPES: dict[str, list[str]] = {
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
     "host": ["8x256", "8x256x64"],
 }
-OF_EACH_REDUCTION = ("table", "few", "head")
-OF_A_MEAN = ("memory", "profile", "modes")
+KINDS = dict.fromkeys(("table", "few", "head"), REDUCTIONS) | dict.fromkeys(("memory", "profile", "modes"), ("mean",))
 
 
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
     """A command's cases, those of its vocabularies that divide by ``ranks``; or those of named shapes."""
+    kinds = (reduction,) if reduction else KINDS.get(command, (command,))
     if command in ("table", "head") and not shapes:
-        kinds = REDUCTIONS if reduction is None else (reduction,)
         of_command = [case for case in TARGETS if case.is_head == (command == "head") and case.ranks == ranks]
         return [case for case in of_command if case.kind in kinds]
-    kinds = ("mean",) if command in OF_A_MEAN else REDUCTIONS if command in OF_EACH_REDUCTION else (command,)
-    kinds = kinds if reduction is None else (reduction,)
-    sizes = [parsed_shape(shape) for shape in shapes or SHAPES[command]]
-    if command == "head":
-        sizes = [(tokens, vocabulary, hidden or HIDDEN_SIZE) for tokens, vocabulary, hidden in sizes]
-    if not shapes:
-        sizes = [size for size in sizes if size[1] % ranks == 0]
-    found = [Case(kind, tokens, vocabulary, ranks, hidden) for tokens, vocabulary, hidden in sizes for kind in kinds]
-    for case in found:
-        case.columns  # noqa: B018  # which must be a whole number
+    found = []
+    for tokens, vocabulary, hidden in map(parsed_shape, shapes or SHAPES[command]):
+        if shapes and vocabulary % ranks:
+            raise ValueError(f"vocabulary: expected a multiple of the {ranks} ranks, got {vocabulary}")
+        hidden = hidden or (HIDDEN_SIZE if command == "head" else 0)
+        if vocabulary % ranks == 0:
+            found += [Case(kind, tokens, vocabulary, ranks, hidden) for kind in kinds]
     return found
 
 
