@@ -13,7 +13,7 @@ from typing import Any
 
 from bench_lib.cases import OURS
 from bench_lib.documents import Document, Result, is_timed, results_by_case
-from bench_lib.tables import cost, gib, milliseconds, short_commit, shown, table
+from bench_lib.tables import cost, gib, short_commit, shown, table
 
 ROWS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("overview.json").read_text("utf-8"))
 FEWEST_ROUNDS = 10
@@ -68,7 +68,7 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
 def where_it_loses(compared: Iterable[Sequence[str]], cases: dict[str, dict[str, Result]]) -> str:
     """The worst case by time, and the worst by memory, of other providers and ours; "-" if there is none."""
     said = []
-    for key, unit, text in (("ms", "ms", milliseconds), ("peak_bytes", "GiB", gib)):
+    for key, unit, text in (("ms", "ms", shown), ("peak_bytes", "GiB", gib)):
         found = [
             (results[own][key] / results[other][key], case, text(results[own][key]), other, text(results[other][key]))
             for case, results in cases.items()
@@ -108,7 +108,7 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
             raise ValueError(f"README: {row['case']}: expected the fastest of {others}, got {row['without']}")
         cells = {}
         for name in (*row["without"], row["given"]):
-            ratio = f"{shown('ratio', results[name]['ratio'])} x memcpy"
+            ratio = f"{shown(results[name]['ratio'])} x memcpy"
             cells[name] = [ratio] if row.get("is_ratio") else cost(results[name]).split(", ")
         best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*cells.values(), strict=True)]
         said = {

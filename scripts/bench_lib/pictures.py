@@ -71,7 +71,7 @@ def _draw_ratios(pyplot: Any, panels: Shown) -> Any:
         bars = dict(reversed(panel["bars"].items()))
         colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
         drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
-        axes.bar_label(drawn, [shown("ratio", ratio) for ratio in bars.values()], padding=3, fontsize=8)
+        axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)
         axes.axvline(panel["floor"], color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(0, LONGEST_BAR * 1.15)
         axes.set_title(title, fontsize=9)

@@ -43,16 +43,10 @@ def with_host(document: Document, commit: str | None, title: str, *parts: str) -
     return "\n\n".join([line.strip(), *filter(None, parts)])
 
 
-def shown(metric: str, value: float | None) -> str:
-    """A ratio or microseconds as the tables show them."""
+def shown(value: float | None) -> str:
+    """A ratio, milliseconds or microseconds, to three digits."""
     if value is None:
         return "-"
-    if metric.startswith("ratio"):
-        return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def milliseconds(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
@@ -121,7 +115,7 @@ def provider_table(
     names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
     rows = []
     for case, results in cases.items():
-        ratios = {name: shown("ratio", number(results.get(name), "ratio")) for name in names}
+        ratios = {name: shown(number(results.get(name), "ratio")) for name in names}
         best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
         cells = [cell(results[name]) if ratio != "-" else "-" for name, ratio in ratios.items()]
         fastest = [ratio != "-" and float(ratio) == best for ratio in ratios.values()]
@@ -139,7 +133,7 @@ def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
         fastest = min((us for us, name in eager if us is not None and name in (OURS, IN_FORWARD)), default=None)
         if others and (fastest is None or min(others)[0] < fastest):
             us, name = min(others)
-            rows.append(f"{case} ({name} {shown('microseconds', us)} / {shown('microseconds', fastest)})")
+            rows.append(f"{case} ({name} {shown(us)} / {shown(fastest)})")
     said = "; ".join(rows) or "none"
     return f"Eager calls in us, where another provider's is faster than this project's fastest: {said}."
 
@@ -149,8 +143,8 @@ def logits_part(document: Document, commit: str | None = None) -> str:
     ours = [result for result in document["results"] if is_ours(result["provider"]) and "ratio_spread" in result]
     spread = max(((r["ratio_spread"][1] - r["ratio_spread"][0]) / r["ratio"] for r in ours), default=0.0)
     title = f"This project's ratios vary by {100 * spread:.1f} % or less. Time / copy:"
-    more = {"eager us": lambda r: shown("microseconds", number(r, "microseconds_eager")), "extra B/row": per_row}
-    every = provider_table(document, "tokens x vocabulary", lambda r: shown("ratio", r["ratio"]), more)
+    more = {"eager us": lambda r: shown(number(r, "microseconds_eager")), "extra B/row": per_row}
+    every = provider_table(document, "tokens x vocabulary", lambda r: shown(r["ratio"]), more)
     return with_host(document, commit, title, every, faster_eagerly(results_by_case(document)), notes(document))
 
 
@@ -215,15 +209,15 @@ def profile_part(document: Document) -> str:
 
 
 def cost(result: Result) -> str:
-    return f"{milliseconds(result['ms'])} ms, {gib(result['peak_bytes'])} GiB"
+    return f"{shown(result['ms'])} ms, {gib(result['peak_bytes'])} GiB"
 
 
 def step_tables(document: Document) -> list[str]:
     """One table for all cases that have the same providers: time with its quartiles, and memory."""
 
     def cell(result: Result) -> str:
-        lower, upper = map(milliseconds, result["ms_quartiles"])
-        return f"{milliseconds(result['ms'])} ({lower}-{upper}), {gib(result['peak_bytes'])}"
+        lower, upper = map(shown, result["ms_quartiles"])
+        return f"{shown(result['ms'])} ({lower}-{upper}), {gib(result['peak_bytes'])}"
 
     groups: dict[tuple[str, ...], dict[str, dict[str, Result]]] = {}
     for case, results in results_by_case(document).items():

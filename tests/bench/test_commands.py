@@ -62,9 +62,10 @@ def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, c
     assert "| call | time / baseline | eager |" in capsys.readouterr().out
 
 
-def test_objective(tmp_path):
+def test_objective(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "OBJECTIVE_PROVIDERS", ())  # those that are here compile for long
     (results,) = documents.results_by_case(run(tmp_path, "objective", "--shape", "8x100x8")).values()
-    assert list(results)[:5] == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
+    assert list(results) == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
 
 
 def test_modes_of_a_cpu_are_measured_and_the_slower_one_is_an_error(tmp_path, capsys, monkeypatch):

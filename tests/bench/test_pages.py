@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.bench.support import EAGER, HEAD, IN_FORWARD, ONE_PASS, OURS, SCRIPTS, TRITON, document, result
+from tests.bench.support import EAGER, IN_FORWARD, ONE_PASS, OURS, SCRIPTS, TRITON, document, result
 
 import bench  # isort: skip
 from bench_lib import cases, documents, overview, pages, pictures, tables  # isort: skip
@@ -159,14 +159,3 @@ def test_markers():
     for wrong, needed in ((text, ["b"]), (text * 2, []), (text.replace("end: a", "end: b"), []), ("", ["a"])):
         with pytest.raises(ValueError, match="page.md: expected"):
             pages.with_blocks(wrong, made, "page.md", needed)
-
-
-def test_a_compiled_target_without_its_gpus_is_an_error():
-    with pytest.raises(ValueError, match="^ARCHITECTURES: expected gfx999 too"):
-        pages.architectures_block('"hip:gfx999"', {})
-
-
-def test_a_point_that_is_refused_has_a_dash():
-    point = HEAD._asdict() | {"gradient_bytes": 2**29}
-    points = [point | {"provider": OURS, "peak_bytes": 2**30}, point | {"provider": EAGER, "refused": "out of memory"}]
-    assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in tables.memory_part(document(*points))
