@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, documents, modes, pages, plot, report, where
-from bench_lib.adapters import baseline_package
+from bench_lib import cases, pages, pictures, tables
+from bench_lib.calls import baseline_package
+from bench_lib.clock import DeviceTimer, HostTimer, Ranks, joined_ranks, profiled
 from bench_lib.documents import (
     RESULTS,
     ROOT,
@@ -30,16 +31,16 @@ from bench_lib.documents import (
     host_description,
     name_of,
     new_document,
+    parser_of,
+    quiet,
     read_document,
     read_documents,
+    run,
 )
 from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, OBJECTIVE_PROVIDERS, RL_PROVIDERS
-from bench_lib.measure import attempt, measure, subject_of
-from bench_lib.own import row_providers
-from bench_lib.profile import profiled
-from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen
-from bench_lib.steps import parser_of, quiet, run
-from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
+from bench_lib.measure import attempt, measure
+from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen, row_providers
+from bench_lib.subjects import subject_of
 
 COMMANDS = {
     "table": "the loss over logits, alongside other projects'",
@@ -69,34 +70,29 @@ DEFAULT_PROVIDERS = {
     "memory": f"{cases.OURS},torch eager (16-bit logits),liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
 }
-UNFUSED = ["--reduction", "mean", "--providers", f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}"]
-UNFUSED_SHAPES = [
-    f"{tokens}x{cases.HIDDEN_SIZE}" for tokens in ("4096x128256", "16384x128256", "8192x32064", "16384x32064")
-]
-# What one GPU measures for the pages. A document of "rl" needs every framework.
+UNFUSED = ["head", "--reduction", "mean", "--providers"]
+UNFUSED.append(f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}")
+FEW = ["few", "--graphs", "all"]
+# What one GPU measures for the pages, and what several do, README's first. A document of "rl" needs every framework.
 STEPS = {
     "table": ["bench.py", "table"],
     "ignored": ["bench_transformers.py", "--ignored"],
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
-    "unfused": ["bench.py", "head", *UNFUSED, *shapes(*UNFUSED_SHAPES)],
+    "unfused": ["bench.py", *UNFUSED, *shapes("4096x128256", "16384x128256", "8192x32064", "16384x32064")],
     "transformers": ["bench_transformers.py"],
-    "compile": ["bench.py", "compile"],
-    "losses": ["bench.py", "losses"],
-    "memory": ["bench.py", "memory"],
-    "options": ["bench.py", "options"],
-    "few": ["bench.py", "few", "--graphs", "all"],
+    **{command: ["bench.py", command] for command in ("compile", "losses", "memory", "options")},
+    "few": ["bench.py", *FEW],
     "rl": ["bench.py", "rl"],
 }
-# What several do, README's first.
 STEPS_OF_SEVERAL = {
     "table": ["bench.py", "table"],
     "megatron": ["bench_megatron.py"],
     "frameworks": ["bench.py", "frameworks", *shapes("8192x128256", "16384x128256")],
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
-    "few": ["bench.py", "few", "--graphs", "all", *shapes("16x128256", "64x128256")],
-    "unfused": ["bench.py", "head", *UNFUSED],
+    "few": ["bench.py", *FEW, *shapes("16x128256", "64x128256")],
+    "unfused": ["bench.py", *UNFUSED],
     "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096", "16384x128256x4096")],
 }
 
@@ -182,14 +178,6 @@ def measure_case(
     return measure(subject, providers, timer, getattr(options, "graphs", "none"))
 
 
-def baseline_commit(checkout: Path) -> str:
-    if (commit := commit_of(checkout, "VPCE_BASELINE_COMMIT")) is None:
-        raise SystemExit(
-            f"--baseline: expected a checkout with git history, got {checkout}; name its commit in VPCE_BASELINE_COMMIT"
-        )
-    return commit
-
-
 def measure_command(options: argparse.Namespace) -> int:
     """Measure, print one line per result and write the document. Return 1 if a mode is slower than another."""
     if options.command == "host":
@@ -202,20 +190,22 @@ def measure_command(options: argparse.Namespace) -> int:
             )
         found = [case._replace(dtype=getattr(options, "dtype", case.dtype)) for case in found]
         document, timer = new_document(options.command, options.rounds), timer_of(options, ranks)
-        if getattr(options, "baseline", None):
-            document["host"]["baseline_commit"] = baseline_commit(options.baseline)
+        baseline = getattr(options, "baseline", None)
+        if baseline:
+            document["host"]["baseline_commit"] = commit_of(baseline, "VPCE_BASELINE_COMMIT")
+            if document["host"]["baseline_commit"] is None:
+                said = f"expected a checkout with git history, got {baseline}"
+                raise SystemExit(f"--baseline: {said}; name its commit in VPCE_BASELINE_COMMIT")
         run(document, found, partial(measure_case, options, ranks, timer, document), ranks, options.json)
         if not document["results"] and "ranks" not in document:
             raise SystemExit("bench: no provider is here")
-        if ranks.is_first and getattr(options, "baseline", None):
-            print(report.beside_baseline(document, cases.BASELINE))
+        if ranks.is_first and baseline:
+            print(tables.beside_baseline(document, cases.BASELINE))
         if options.command != "modes":
             return 0
-        slower = modes.slower(document)
+        slower = tables.slower_modes(document)
         if ranks.is_first:
-            every = (cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)
-            made = modes.modes_table(documents.results_by_case(document), every)
-            print("\n".join([made, *modes.fewest_rows(document), *slower]))
+            print("\n".join(slower))
         return 1 if slower else 0
 
 
@@ -266,27 +256,20 @@ def ended(words: list[str], environment: dict[str, str], seconds: float) -> str 
 
 def report_command(options: argparse.Namespace) -> int:
     """Print the page, write it with the tables of the other pages and the pictures, or name what is stale."""
-    documents = read_documents(options.results)
-    page, readme = options.root / "docs" / "performance.md", options.root / "README.md"
-    texts = {page: report.page(documents)}
-    made = pages.blocks(documents) | where.blocks(options.results)
-    for path in (readme, *sorted(page.parent.glob("*.md"))):
-        if path != page:
-            text = path.read_text(encoding="utf-8")
-            needed = ("numbers",) if path == readme else ()
-            texts[path] = pages.with_blocks(text, made, path.name, needed)
+    texts, documents = pages.texts(options.root, options.results), read_documents(options.results)
     if options.check:
         stale = [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
-        for path in (*stale, *plot.stale(documents, options.results)):
+        stale += pictures.stale(documents, options.results)
+        for path in stale:
             print(f"stale: {path.name}; python scripts/bench.py report --write renews it")
-        return 1 if stale or plot.stale(documents, options.results) else 0
+        return 1 if stale else 0
     if not options.write:
-        print(texts[page])
+        print(next(iter(texts.values())))
         return 0
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    plot.draw_all(documents, options.results)
+    pictures.draw_all(documents, options.results)
     return 0
 
 
@@ -298,7 +281,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return page_command(options)
     if options.command == "compare":
         documents = (json.loads(path.read_text(encoding="utf-8")) for path in (options.old, options.new))
-        print(report.compared(*documents))
+        print(tables.compared(*documents))
         return 0
     return measure_command(options)
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from bench_lib.documents import Result, write_document
+from bench_lib.clock import Ranks, joined_ranks, nothing
+from bench_lib.documents import Result, new_document, parser_of, run, write_document
+from bench_lib.measure import measured
 from bench_lib.peers import engine
 from bench_lib.providers import first_line
-from bench_lib.steps import document_of, measured, parser_of, run
-from bench_lib.timing import Ranks, joined_ranks, nothing
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -135,7 +135,7 @@ def main() -> None:
         if words.curves:
             curves = example.compare(20, ranks.device)
             if ranks.is_first:
-                document = document_of("megatron_curves", modules) | {"shape": example.SMALL, "curves": curves}
+                document = new_document("megatron_curves", modules=modules) | {"shape": example.SMALL, "curves": curves}
                 write_document(document | {"finished": True}, words.json)
             parallel_state.destroy_model_parallel()
             return
@@ -154,7 +154,7 @@ def main() -> None:
         except Exception as error:  # another project's import may raise anything; it is reported
             absent[ENGINE] = f"cannot be imported: {type(error).__name__}: {first_line(error)}"
             del PROVIDERS[ENGINE]
-        document = document_of("megatron", modules, words.rounds) | {"shape": SHAPE, "absent": absent}
+        document = new_document("megatron", words.rounds, modules) | {"shape": SHAPE, "absent": absent}
         run(document, [*TENSOR_PARALLEL, *DATA_PARALLEL], measure_case, ranks, words.json)
         parallel_state.destroy_model_parallel()
 

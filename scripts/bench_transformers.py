@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from bench_lib.cases import IGNORE_INDEX, OURS
-from bench_lib.documents import Result
-from bench_lib.steps import document_of, measured, parser_of, run
-from bench_lib.timing import Ranks, joined_ranks
+from bench_lib.clock import Ranks, joined_ranks
+from bench_lib.documents import Result, new_document, parser_of, run
+from bench_lib.measure import measured
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
 
@@ -61,11 +62,6 @@ IGNORED_CASES = tuple(
 
 
 @contextlib.contextmanager
-def native(model: Any) -> Iterator[None]:
-    yield
-
-
-@contextlib.contextmanager
 def fused(model: Any, **options: Any) -> Iterator[None]:
     install(model, **options)
     try:
@@ -76,8 +72,6 @@ def fused(model: Any, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def liger(model: Any) -> Iterator[None]:
-    from importlib import import_module
-
     name = type(model).__name__.removesuffix("ForCausalLM").lower()
     model.forward = MethodType(import_module(f"liger_kernel.transformers.model.{name}").lce_forward, model)
     try:
@@ -87,7 +81,7 @@ def liger(model: Any) -> Iterator[None]:
 
 
 PROVIDERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
-    "transformers": native,
+    "transformers": lambda model: contextlib.nullcontext(),
     "liger-kernel": liger,
     OURS: fused,
     ALL_TOKENS: partial(fused, valid_tokens=None),
@@ -125,12 +119,6 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: b
     return measured(case.name, contexts, step, forget, ranks, rounds)
 
 
-def fits(case: Case) -> bool:
-    if not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_properties(0).total_memory >= case.gib * 2**30
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true")
@@ -138,13 +126,15 @@ def main() -> None:
     parser.add_argument("--providers", metavar="NAMES", help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--case", type=int, action="append", help="only these, by number; otherwise those that fit")
     words = parser.parse_args()
-    known = IGNORED_CASES if words.ignored else CASES
-    cases = [case for case in known if fits(case)] if words.case is None else [known[number] for number in words.case]
+    known, gpu = IGNORED_CASES if words.ignored else CASES, torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu else float("inf")
+    cases = [case for case in known if case.gib * 2**30 <= memory]
+    cases = cases if words.case is None else [known[number] for number in words.case]
     default = tuple(PROVIDERS) if words.ignored else DEFAULT_PROVIDERS
     names = list(default) if words.providers is None else words.providers.split(",")
     with joined_ranks() as ranks:
         modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
-        document = document_of("transformers", modules, words.rounds)
+        document = new_document("transformers", words.rounds, modules)
         run(document, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
 
 

@@ -1,9 +1,10 @@
-"""What is measured: one table of cases, their targets, one rank's inputs and how often to measure."""
+"""What is measured: the cases of each command, their targets, how often each is measured, and one rank's inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +60,6 @@ class Case(NamedTuple):
     @property
     def columns(self) -> int:
         """Those of one rank."""
-        if self.vocabulary % self.ranks:
-            raise ValueError(f"vocabulary: expected a multiple of the {self.ranks} ranks, got {self.vocabulary}")
         return self.vocabulary // self.ranks
 
     @property
@@ -72,6 +71,16 @@ class Case(NamedTuple):
         """Those of both gradients of a head."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return itemsize * self.hidden_size * (self.tokens + self.columns)
+
+    @property
+    def label(self) -> str | None:
+        """How a table calls the case, if not by all of its fields."""
+        size = f"{self.tokens} x {self.vocabulary}"
+        if self.kind in ("losses", "objective"):
+            return f"{self.tokens} x {self.hidden_size} x {self.vocabulary}" if self.is_head else size
+        if self.kind in WITH_HOST and self.is_head:
+            return f"{size}, D = {self.hidden_size}"
+        return {"rl": f"{size}, logits", "frameworks": size}.get(self.kind)
 
     def __str__(self) -> str:
         size = f"x {self.hidden_size}" if self.is_head else SHORT_DTYPES[self.dtype]
@@ -96,6 +105,13 @@ class Case(NamedTuple):
 
 
 WITH_HOST = ("rl", "compile", "frameworks")  # what frameworks call waits for the device, or compiles
+OF_SEVERAL: dict[tuple[Any, ...], dict[str, float]] = {
+    ("none", 16384, 128256, 2): {"ratio": 1.60},
+    ("none", 4096, 128256, 2): {"ratio": 1.70},
+    ("none", 1024, 32000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
+    ("none", 16384, 128256, 4): {"ratio": 1.65},
+    ("none", 4096, 128256, 4): {"ratio": 1.90},
+}
 # The cases of other projects' losses, and what the fields of their results must not exceed. A mean's bounds over
 # logits are those of the provider IN_FORWARD.
 TARGETS: dict[Case, dict[str, float]] = {
@@ -110,22 +126,12 @@ TARGETS: dict[Case, dict[str, float]] = {
     Case("none", 4096, 50257, 1): {"ratio": 1.75},
     Case("none", 1024, 32000, 1): {"microseconds_eager": 90, "ratio_graph": 1.90},
     Case("none", 4096, 64128, 1, dtype="float32"): {"ratio": 1.58},
-    Case("mean", 16384, 128256, 2): {},
-    Case("none", 16384, 128256, 2): {"ratio": 1.60},
-    Case("mean", 4096, 128256, 2): {},
-    Case("none", 4096, 128256, 2): {"ratio": 1.70},
-    Case("mean", 16384, 65536, 2): {},
-    Case("none", 16384, 65536, 2): {},
-    Case("mean", 1024, 32000, 2): {},
-    Case("none", 1024, 32000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
-    Case("mean", 16384, 128256, 4): {},
-    Case("none", 16384, 128256, 4): {"ratio": 1.65},
-    Case("mean", 4096, 128256, 4): {},
-    Case("none", 4096, 128256, 4): {"ratio": 1.90},
-    Case("mean", 16384, 65536, 4): {},
-    Case("none", 16384, 65536, 4): {},
-    Case("mean", 1024, 32000, 4): {},
-    Case("none", 1024, 32000, 4): {},
+    **{
+        Case(kind, *size, ranks): OF_SEVERAL.get((kind, *size, ranks), {})
+        for ranks in (2, 4)
+        for size in ((16384, 128256), (4096, 128256), (16384, 65536), (1024, 32000))
+        for kind in REDUCTIONS
+    },
     # Of heads the second field is peak memory beyond an fp32 gradient of the weight.
     Case("mean", 4096, 128256, 1, HIDDEN_SIZE): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
     Case("mean", 16384, 32064, 1, HIDDEN_SIZE): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
@@ -147,12 +153,14 @@ LOSSES_TARGETS = [
     *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
     ("linear, logits_dtype", "linear", 1.10),
 ]
-MODES_TOKENS = (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
-MODES_COLUMNS = (8192, 32000, 64128, 128256, 256000)
 # Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
 SHAPES: dict[str, list[str]] = {
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
-    "modes": [f"{tokens}x{columns}" for columns in MODES_COLUMNS for tokens in MODES_TOKENS],
+    "modes": [
+        f"{tokens}x{columns}"
+        for columns in (8192, 32000, 64128, 128256, 256000)
+        for tokens in (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
+    ],
     "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "profile": [f"16384x128256x{HIDDEN_SIZE}"],
@@ -163,36 +171,22 @@ SHAPES: dict[str, list[str]] = {
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
     "host": ["8x256", "8x256x64"],
 }
-OF_EACH_REDUCTION = ("table", "few", "head")
-OF_A_MEAN = ("memory", "profile", "modes")
-
-
-def label_of(case: Case) -> str | None:
-    """How a table calls a case, if not by all of its fields."""
-    size = f"{case.tokens} x {case.vocabulary}"
-    if case.kind in ("losses", "objective"):
-        return f"{case.tokens} x {case.hidden_size} x {case.vocabulary}" if case.is_head else size
-    if case.kind in WITH_HOST and case.is_head:
-        return f"{size}, D = {case.hidden_size}"
-    return {"rl": f"{size}, logits", "frameworks": size}.get(case.kind)
+KINDS = dict.fromkeys(("table", "few", "head"), REDUCTIONS) | dict.fromkeys(("memory", "profile", "modes"), ("mean",))
 
 
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
     """A command's cases, those of its vocabularies that divide by ``ranks``; or those of named shapes."""
+    kinds = (reduction,) if reduction else KINDS.get(command, (command,))
     if command in ("table", "head") and not shapes:
-        kinds = REDUCTIONS if reduction is None else (reduction,)
         of_command = [case for case in TARGETS if case.is_head == (command == "head") and case.ranks == ranks]
         return [case for case in of_command if case.kind in kinds]
-    kinds = ("mean",) if command in OF_A_MEAN else REDUCTIONS if command in OF_EACH_REDUCTION else (command,)
-    kinds = kinds if reduction is None else (reduction,)
-    sizes = [parsed_shape(shape) for shape in shapes or SHAPES[command]]
-    if command == "head":
-        sizes = [(tokens, vocabulary, hidden or HIDDEN_SIZE) for tokens, vocabulary, hidden in sizes]
-    if not shapes:
-        sizes = [size for size in sizes if size[1] % ranks == 0]
-    found = [Case(kind, tokens, vocabulary, ranks, hidden) for tokens, vocabulary, hidden in sizes for kind in kinds]
-    for case in found:
-        case.columns  # noqa: B018  # which must be a whole number
+    found = []
+    for tokens, vocabulary, hidden in map(parsed_shape, shapes or SHAPES[command]):
+        if shapes and vocabulary % ranks:
+            raise ValueError(f"vocabulary: expected a multiple of the {ranks} ranks, got {vocabulary}")
+        hidden = hidden or (HIDDEN_SIZE if command == "head" else 0)
+        if vocabulary % ranks == 0:
+            found += [Case(kind, tokens, vocabulary, ranks, hidden) for kind in kinds]
     return found
 
 
@@ -225,23 +219,20 @@ class Alongside:
 
     def __init__(self, case: Case, tensors: tuple[Tensor, ...], rank: int) -> None:
         self._case, self._tensors, self._rank = case, tensors, rank
-        self._made: dict[str, Any] = {}
-
-    def __call__(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = getattr(self, name)()
-        return self._made[name]
 
     def _random(self, *shape: int, seed: int) -> Tensor:
         device = self._tensors[0].device
         return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
+    @cached_property
     def class_weight(self) -> Tensor:
         return self._random(self._case.columns, seed=2000 + self._rank).abs()
 
+    @cached_property
     def temperature(self) -> Tensor:
         return self._random(self._case.tokens, seed=3000).abs() + 0.5
 
+    @cached_property
     def teacher(self) -> Any:
         """Its logits, or its hidden states and weight."""
         if self._case.is_head:
@@ -250,25 +241,26 @@ class Alongside:
         shape, dtype = self._tensors[0].shape, self._tensors[0].dtype
         return self._random(*shape, seed=4000 + self._rank).mul_(3).to(dtype)
 
-    def probabilities(self) -> Tensor:
-        return self("teacher").softmax(-1) / self._case.ranks
-
+    @cached_property
     def advantage(self) -> Tensor:
         """One number for the tokens of a sequence."""
         n_sequences = -(-self._case.tokens // SEQUENCE)
         return self._random(n_sequences, seed=6000).abs().repeat_interleave(SEQUENCE)[: self._case.tokens]
 
+    @cached_property
     def old(self) -> Tensor:
         """Log-probabilities, about those of random labels."""
         return self._random(self._case.tokens, seed=7000) - math.log(self._case.vocabulary)
 
+    @cached_property
     def ids(self) -> Tensor:
         """Which tokens the teacher knows does not matter."""
         known = torch.arange(min(TOP, self._case.columns), device=self._tensors[0].device)
         return known.expand(self._case.tokens, -1)
 
+    @cached_property
     def log_probs(self) -> Tensor:
-        return self._random(*self("ids").shape, seed=5000).log_softmax(-1)
+        return self._random(*self.ids.shape, seed=5000).log_softmax(-1)
 
 
 def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
@@ -279,7 +271,7 @@ def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
     if not case.is_head:
         logits = torch.randn(case.tokens, case.columns, generator=own, device=device).mul_(3).to(dtype)
         labels = torch.randint(0, case.vocabulary, (case.tokens,), generator=common, device=device)
-        return Inputs((logits,), labels, Alongside(case, (logits,), rank))
+        return Inputs((logits,), labels, partial(getattr, Alongside(case, (logits,), rank)))
     is_compared = case.kind in REDUCTIONS
     std = WEIGHT_STD if is_compared else WIDE_WEIGHT_STD
     weight = torch.randn(case.columns, case.hidden_size, generator=own, device=device).mul_(std)
@@ -292,4 +284,4 @@ def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
         upstream = torch.randn(labels.shape, generator=common, device=device).to(dtype)
         upstreams = {kind: upstream.to(kind) for kind in (torch.float32, dtype)}
     tensors = (hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_())
-    return Inputs(tensors, labels, Alongside(case, tensors, rank), upstreams)
+    return Inputs(tensors, labels, partial(getattr, Alongside(case, tensors, rank)), upstreams)

@@ -1,23 +1,28 @@
-"""The JSON documents of the runs: how they are written, which are committed, and what is refused."""
+"""The JSON documents of the runs: how they are filled and written, which are committed, and what is refused."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
+import logging
 import os
 import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from tqdm import tqdm
 
 from bench_lib.cases import BASELINE, OURS, Case
-from bench_lib.timing import GRAPH_MIXING
+from bench_lib.clock import GRAPH_MIXING, Ranks
+from bench_lib.providers import version_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
@@ -32,16 +37,11 @@ FILES = {
     "unfused": "linear_unfused",  # of "head", alongside F.linear and this project's loss alone
     "memory": "linear_memory",
     "profile": "linear_profile",
-    "losses": "losses",
-    "objective": "objective",
-    "compile": "compile",
-    "rl": "rl",
-    "frameworks": "frameworks",
+    **{name: name for name in ("losses", "objective", "compile", "rl", "frameworks")},
     "transformers": "transformers_step",
     "ignored": "transformers_ignored",
     "megatron": "megatron",
 }
-FEWEST_ROUNDS = 10  # of README's numbers
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 
@@ -54,23 +54,18 @@ def commit_of(checkout: Path, variable: str) -> str | None:
     return os.environ.get(variable) or found or None
 
 
-def cpu_name() -> str | None:
-    """As Linux names it: eager times are the host's."""
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)", path.read_text() if path.exists() else "", flags=re.MULTILINE)
-    return found and found[1].strip()
-
-
 def host_description() -> dict[str, Any]:
     """The machine, the versions and the commit; ``VPCE_COMMIT`` names it if there is no git history."""
     try:
         triton_version = importlib.import_module("triton").__version__
     except ImportError:
         triton_version = None
+    linux = Path("/proc/cpuinfo")  # eager times are the host's
+    cpu = re.search(r"^model name\s*: (.*)", linux.read_text() if linux.exists() else "", flags=re.MULTILINE)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "gpus_used": int(os.environ.get("WORLD_SIZE", "1")),
-        "cpu": cpu_name(),
+        "cpu": cpu and cpu[1].strip(),
         "torch": torch.__version__,
         "triton": triton_version,
         "cuda": torch.version.cuda,
@@ -81,9 +76,10 @@ def host_description() -> dict[str, Any]:
     }
 
 
-def new_document(kind: str, rounds: int | None = None) -> Document:
-    """The beginning of a document: what is measured, in how many rounds, where, when and at which commit."""
-    document = {"kind": kind, "rounds": rounds, "host": host_description() | {"packages": {}}}
+def new_document(kind: str, rounds: int | None = None, modules: Mapping[str, str] | None = None) -> Document:
+    """The beginning of a document, with the versions of the packages that have these ``modules``."""
+    packages = {package: version_of(package, module) for package, module in (modules or {}).items()}
+    document = {"kind": kind, "rounds": rounds, "host": host_description() | {"packages": packages}}
     return document | {"finished": False, "absent": {}, "results": []}
 
 
@@ -92,21 +88,17 @@ def name_of(command: str, ranks: int) -> str:
     return f"{FILES[command]}_{ranks}gpu"
 
 
-def dumped(document: Document) -> str:
-    """JSON with one case per line, so that a difference between two runs can be read."""
+def write_document(document: Document, path: Path | None) -> None:
+    """With one case per line, so that a difference between two runs can be read."""
 
     def value(content: Any) -> str:
         if isinstance(content, list) and content and isinstance(content[0], dict):
             return "[\n  " + ",\n  ".join(json.dumps(each) for each in content) + "\n ]"
         return json.dumps(content)
 
-    fields = [f" {json.dumps(name)}: {value(content)}" for name, content in document.items()]
-    return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
-def write_document(document: Document, path: Path | None) -> None:
     if path is not None:
-        path.write_text(dumped(document), encoding="utf-8")
+        fields = [f" {json.dumps(name)}: {value(content)}" for name, content in document.items()]
+        path.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
 
 
 def read_document(path: Path, ranks: int | None = None) -> Document:
@@ -132,7 +124,7 @@ def read_documents(results: Path) -> dict[str, Document]:
     paths = {results / f"{name}.json": ranks for name, ranks in names.items()}
     found = {path.stem: read_document(path, ranks) for path, ranks in paths.items() if path.exists()}
     for document in found.values():
-        document["results"] = [each for each in document["results"] if not each.get("provider", "").endswith(BASELINE)]
+        document["results"] = [each for each in document["results"] if not each["provider"].endswith(BASELINE)]
     return found
 
 
@@ -170,45 +162,33 @@ def is_ours(provider: str) -> bool:
     return OURS in provider
 
 
-def package_versions(document: Document) -> list[str]:
-    """Each other project's version, once per package."""
-    return [f"{package} {version}" for package, version in document["host"]["packages"].items()]
+def parser_of(description: str | None, rounds: int = 10, *, add_help: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that all scripts of a benchmark have."""
+    lines = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=lines, add_help=add_help)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
+    return parser
 
 
-def short_commit(document: Document) -> str:
-    """The commit, and the day of the measurement; of documents without it, the day on which they were committed."""
-    host = document["host"]
-    return ", ".join(str(part) for part in (str(host["commit"])[:12], host.get("date")) if part)
+def quiet() -> None:
+    """Silence other projects' warnings, which say nothing about a time."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
-def is_of_enough_rounds(document: Document) -> bool:
-    return (document.get("rounds") or FEWEST_ROUNDS) >= FEWEST_ROUNDS
-
-
-def require_rounds(where: str, documents: Mapping[str, Document]) -> None:
-    """Refuse documents of fewer rounds than ``FEWEST_ROUNDS``, of which none is a warm-up.
-
-    Raises:
-        ValueError: there are some.
-    """
-    few = [f"{name}: {each['rounds']}" for name, each in documents.items() if not is_of_enough_rounds(each)]
-    if few:
-        raise ValueError(f"{where}: expected {FEWEST_ROUNDS} rounds or more, got {'; '.join(few)}; measure them again")
-
-
-def require_one_commit(where: str, documents: Mapping[str, Document]) -> None:
-    """Refuse documents of one GPU and of several commits side by side.
-
-    Those of several GPUs are of other machines.
-
-    Raises:
-        ValueError: there are some.
-    """
-    commits: dict[str, list[str]] = {}
-    for name, document in documents.items():
-        host = document["host"]
-        if host["gpus_used"] == 1:
-            commits.setdefault(host["commit"], []).append(name)
-    if len(commits) > 1:
-        said = "; ".join(f"{commit[:12]}: {', '.join(names)}" for commit, names in commits.items())
-        raise ValueError(f"{where}: expected documents of one commit, got {said}; measure them again together")
+def run(
+    document: Document, cases: Iterable[Any], measure: Callable[[Any], list[Result]], ranks: Ranks, path: Path | None
+) -> None:
+    """Fill the document case by case; the first rank shows each, and writes what there is until then."""
+    quiet()
+    written = path if ranks.is_first else None
+    for case in tqdm(list(cases), unit="case", disable=not ranks.is_first):
+        document["results"] += (found := measure(case))
+        write_document(document, written)
+        for result in found if ranks.is_first else ():
+            print("  ".join(f"{name}={value}" for name, value in result.items()), flush=True)
+    document["finished"] = True
+    write_document(document, written)
+    for name, reason in document["absent"].items() if ranks.is_first else ():
+        print(f"absent: {name}: {reason}")

@@ -15,16 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_lib.adapters import MOST_WEIGHT, cispo
+from bench_lib.calls import ENTROPY, MOST_WEIGHT, OBJECTIVE, WITHOUT_ENTROPY, Row, cispo
 from bench_lib.cases import OURS, SEQUENCE, Inputs
-from bench_lib.peers import TRL_COLUMNS, LossOf, Step, group_of_one
+from bench_lib.peers import PARALLEL, TRL_COLUMNS, LossOf, Step, in_loss_parallel, loss_parallel, of_dtensor
 from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
-from bench_lib.rows import ENTROPY, OBJECTIVE, WITHOUT_ENTROPY, Row
 
 LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})
 SUM, SUM_OF_LOG_PROBS = Row("cross_entropy", {"reduction": "sum"}), Row("log_probs", {"reduction": "sum"})
 MEAN = Row("cross_entropy", {"reduction": "mean"})
-GRAPHS: dict[str, Any] = {"fullgraph": True, "mode": "reduce-overhead"}
 
 
 def both(name: str, loss_from: Callable[[Any], LossOf], integration: str, module: str, **fields: Any) -> list[Provider]:
@@ -34,7 +32,7 @@ def both(name: str, loss_from: Callable[[Any], LossOf], integration: str, module
         context: AbstractContextManager[Any] = importlib.import_module(f"{OURS}.integrations.{integration}").installed()
         return context
 
-    distribution = fields.pop("distribution", integration)
+    distribution = integration.replace("_", "-")
     own = Provider(name, loss_from, module, distribution, **fields)
     return [own, Provider(f"{name}, installed", loss_from, module, distribution, context=installed, **fields)]
 
@@ -63,74 +61,27 @@ def _verl_ppo(verl: Any) -> LossOf:
     return lambda h, w, y, r, g: tuple(head(h, w, y))
 
 
+def _verl_head(verl: Any) -> LossOf:
+    return lambda h, w, y, r, g: tuple(verl.linear_cross_entropy(h, w, y))
+
+
+def _verl_logits(verl: Any) -> LossOf:
+    return lambda x, y, r, g: verl.logprobs_from_logits(x[None], y[None])[0]
+
+
+_of_head: dict[str, Any] = {"takes": "head", "returns": BOTH}
 RL_PROVIDERS = (
-    *both(
-        "verl FusedLinearForPPO",
-        _verl_ppo,
-        "verl",
-        "verl.utils.experimental.torch_functional",
-        takes="head",
-        returns=BOTH,
-    ),
-    *both(
-        "verl linear_cross_entropy",
-        lambda m: lambda h, w, y, r, g: tuple(m.linear_cross_entropy(h, w, y)),
-        "verl",
-        "verl.utils.kernel.linear_cross_entropy",
-        takes="head",
-        returns=BOTH,
-    ),
-    *both(
-        "verl logits",
-        lambda m: lambda x, y, r, g: m.logprobs_from_logits(x[None], y[None])[0],
-        "verl",
-        "verl.utils.torch_functional",
-        returns=LOG_PROBS,
-    ),
+    *both("verl FusedLinearForPPO", _verl_ppo, "verl", "verl.utils.experimental.torch_functional", **_of_head),
+    *both("verl linear_cross_entropy", _verl_head, "verl", "verl.utils.kernel.linear_cross_entropy", **_of_head),
+    *both("verl logits", _verl_logits, "verl", "verl.utils.torch_functional", returns=LOG_PROBS),
     *both("OpenRLHF logits", _openrlhf, "openrlhf", "openrlhf.models.utils", returns=BOTH),
-    *both("TRL fused head", _trl, "trl", "trl.trainer.utils", takes="head", returns=BOTH),
+    *both("TRL fused head", _trl, "trl", "trl.trainer.utils", **_of_head),
 )
-
-
-@cache
-def _mesh_of(group: Any, device: str) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(group or group_of_one(), device, mesh_dim_names=("tp",))
-
-
-def sharded(logits: Tensor, group: Any) -> Any:
-    """Logits ``[1, N, C]`` of this rank as a DTensor of all of them."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    return DTensor.from_local(logits[None], _mesh_of(group, logits.device.type), [Shard(2)], run_check=False)
-
-
-def of_dtensor(loss_of: Callable[[Any, Tensor], Any]) -> LossOf:
-    """A loss of DTensor logits and of labels ``[1, N]``."""
-    return lambda x, y, r, g: loss_of(sharded(x, g), y[None])
-
-
-def _loss_parallel(parallel: Any, dtype: torch.dtype = torch.float32) -> LossOf:
-    """The sum; in bf16 the log-probabilities are rounded to it. Its backward runs within the context too."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def loss_of(logits: Any, labels: Tensor) -> Any:
-        replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
-        loss: Any = F.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction="sum")
-        return loss.to_local()
-
-    return of_dtensor(loss_of)
-
-
-def _in_loss_parallel() -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = importlib.import_module("torch.distributed.tensor.parallel").loss_parallel()
-    return context
 
 
 def _dtensor(ours: Any, **options: Any) -> LossOf:
     dtensor = importlib.import_module(f"{OURS}.integrations.dtensor")
-    return of_dtensor(lambda x, y: dtensor.cross_entropy(x, y, reduction="sum", **options))
+    return of_dtensor(lambda x, y, r: dtensor.cross_entropy(x, y, reduction="sum", **options))
 
 
 def _titan(titan: Any) -> Any:
@@ -141,7 +92,7 @@ def _titan(titan: Any) -> Any:
 def _nemo(nemo: Any) -> LossOf:
     """Of every token: NeMo-RL's functions around it shift the labels, and have one token less."""
 
-    def log_probs(logits: Any, labels: Tensor) -> Tensor:
+    def log_probs(logits: Any, labels: Tensor, reduction: str) -> Tensor:
         group, local = logits.device_mesh.get_group(), logits.to_local()
         start = group.rank() * local.shape[-1]
         stop = start + local.shape[-1]
@@ -174,32 +125,28 @@ def _verl_with_entropy(functions: Any) -> LossOf:
     return log_probs
 
 
-PARALLEL, TITAN = "torch.distributed.tensor.parallel", "torchtitan.components.loss"
-NEMO, VERL = "nemo_rl.distributed.model_utils", "verl.utils.megatron.tensor_parallel"
-_torch = partial(Provider, module=PARALLEL, distribution="torch", context=_in_loss_parallel, returns=SUM)
+def _titan_loss(titan: Any) -> LossOf:
+    return of_dtensor(lambda x, y, r: _titan(titan).cross_entropy_loss(x, y))
+
+
+def _titan_log_probs(titan: Any) -> LossOf:
+    return of_dtensor(lambda x, y, r: _titan(titan).compute_logprobs(x, y).sum())
+
+
+TITAN, NEMO = "torchtitan.components.loss", "nemo_rl.distributed.model_utils"
+VERL_RANKS = "verl.utils.megatron.tensor_parallel"
+_torch = partial(Provider, module=PARALLEL, distribution="torch", context=in_loss_parallel, returns=SUM)
 _ours = partial(Provider, module=OURS, distribution=OUR_PACKAGE, returns=SUM)
 FRAMEWORK_PROVIDERS = (
-    _torch("torch loss_parallel (logits.float())", _loss_parallel),
-    _torch("torch loss_parallel (16-bit logits)", partial(_loss_parallel, dtype=torch.bfloat16)),
+    _torch("torch loss_parallel (logits.float())", loss_parallel),
+    _torch("torch loss_parallel (16-bit logits)", partial(loss_parallel, dtype=torch.bfloat16)),
     _ours("DTensor loss", _dtensor),
     _ours("DTensor loss, in_backward", partial(_dtensor, gradient="in_backward")),
-    *both(
-        "torchtitan loss",
-        lambda m: of_dtensor(lambda x, y: _titan(m).cross_entropy_loss(x, y)),
-        "torchtitan",
-        TITAN,
-        returns=SUM,
-    ),
-    *both(
-        "torchtitan log-probs",
-        lambda m: of_dtensor(lambda x, y: _titan(m).compute_logprobs(x, y).sum()),
-        "torchtitan",
-        TITAN,
-        returns=SUM_OF_LOG_PROBS,
-    ),
-    *both("NeMo-RL log-probs", _nemo, "nemo_rl", NEMO, distribution="nemo-rl", returns=SUM_OF_LOG_PROBS),
-    *both("verl log-probs", _verl, "verl", VERL, returns=SUM_OF_LOG_PROBS),
-    *both("verl log-probs and entropy", _verl_with_entropy, "verl", VERL, returns=BOTH),
+    *both("torchtitan loss", _titan_loss, "torchtitan", TITAN, returns=SUM),
+    *both("torchtitan log-probs", _titan_log_probs, "torchtitan", TITAN, returns=SUM_OF_LOG_PROBS),
+    *both("NeMo-RL log-probs", _nemo, "nemo_rl", NEMO, returns=SUM_OF_LOG_PROBS),
+    *both("verl log-probs", _verl, "verl", VERL_RANKS, returns=SUM_OF_LOG_PROBS),
+    *both("verl log-probs and entropy", _verl_with_entropy, "verl", VERL_RANKS, returns=BOTH),
 )
 
 
@@ -231,7 +178,7 @@ COMPILE_PROVIDERS = (
     _of_ours(OURS, lambda m: _mean(_over_logits(m))),
     _of_ours(f"{OURS}, out_of_place", lambda m: _mean(_over_logits(m, "out_of_place"))),
     _of_ours(f"{OURS}, compiled", lambda m: _mean(_compile(_over_logits(m)))),
-    _of_ours(f"{OURS}, reduce-overhead", lambda m: _mean(torch.compile(_over_logits(m), **GRAPHS))),
+    _of_ours(f"{OURS}, reduce-overhead", lambda m: _mean(_compile(_over_logits(m), mode="reduce-overhead"))),
     _of_ours(f"{OURS}, linear", lambda m: _mean(m.linear_cross_entropy)),
     _of_ours(f"{OURS}, linear, compiled", lambda m: _mean(_compile(m.linear_cross_entropy))),
 )
@@ -262,14 +209,9 @@ def _liger_objective(losses: Any) -> Step:
     return through_autograd(loss_of)
 
 
+LIGER = "liger_kernel.chunked_loss"
 _objective = partial(Provider, takes="head", is_step=True, of_several=False, returns=OBJECTIVE)
 OBJECTIVE_PROVIDERS = (
     _objective("TRL log-probs and objective", _trl_objective, "trl.trainer.utils", "trl"),
-    _objective(
-        "liger-kernel (without entropy)",
-        _liger_objective,
-        "liger_kernel.chunked_loss",
-        "liger-kernel",
-        returns=WITHOUT_ENTROPY,
-    ),
+    _objective("liger-kernel (without entropy)", _liger_objective, LIGER, "liger-kernel", returns=WITHOUT_ENTROPY),
 )

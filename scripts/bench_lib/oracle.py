@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench_lib.adapters import cispo
+from bench_lib.calls import Row, cispo
 from bench_lib.cases import IGNORE_INDEX, TOP, TOP_P, Alongside, Inputs
-from bench_lib.rows import Row
 
 CHECKED_ROWS = 64
 SUMS = 64 * 2.0**-23  # the error of sums in fp32
@@ -46,21 +45,16 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
     if row.loss == "sampled":
         log_p = z.masked_fill(~_sampled(z), -torch.inf).log_softmax(-1)
         return [-(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)]
-    if row.loss in ("top_k", "given_ids"):
-        known, own = given("log_probs"), z.log_softmax(-1).gather(1, given("ids"))
-        if row.loss == "given_ids":
-            return [(own * known).sum(-1)]
-        of_student = options.get("divergence") == "reverse"
-        return [(own.exp() * (own - known) if of_student else known.exp() * (known - own)).sum(-1)]
+    if row.loss == "given_ids":
+        return [(z.log_softmax(-1).gather(1, given("ids")) * given("log_probs")).sum(-1)]
     if row.loss == "distillation":
         hard = options.get("hard_weight", 0.0)
         divergence = _divergence(options.get("divergence", "forward"), given("teacher"), z)
         of_labels = functional.cross_entropy(z, given("labels"), reduction="none") if hard else 0.0
         return [(1 - hard) * divergence + hard * of_labels]
-    targets = given("probabilities" if row.loss == "soft" else "labels")
     weight = given("class_weight") if "class_weight" in row.given else None
     smoothing = options.get("label_smoothing", 0.0)
-    losses = functional.cross_entropy(z, targets, weight, label_smoothing=smoothing, reduction="none")
+    losses = functional.cross_entropy(z, given("labels"), weight, label_smoothing=smoothing, reduction="none")
     return [losses + options.get("z_loss", 0.0) * torch.logsumexp(z, -1).square()]
 
 
@@ -103,18 +97,20 @@ class Truth:
         *of_tokens, shard = (tensor.detach() for tensor in inputs.tensors)
         self.is_head, self.group, self.n_tokens = bool(of_tokens), group, n_tokens
         self.inputs, self.labels, self.n_columns = inputs, inputs.labels[:n_tokens], shard.shape[0 if of_tokens else 1]
-        self.sharded = shard if of_tokens else shard[:n_tokens]
+        self.n_ranks = 1 if group is None else dist.get_world_size(group)
         self.hidden = of_tokens[0][:n_tokens] if of_tokens else None
-        self.whole = of_all_ranks(self.sharded, 0 if of_tokens else 1, group)
+        self.whole = of_all_ranks(shard, 0, group) if of_tokens else of_all_ranks(shard[:n_tokens], 1, group)
 
     def expected(self, row: Row) -> list[Tensor]:
         """The outputs of a row, then the gradients of their sums. Collectives: all_gathers."""
-        vectors = {name: self._whole(name) for name in row.given if name in Alongside.OF_COLUMNS}
+        of_columns = [name for name in row.given if name in Alongside.OF_COLUMNS]
+        vectors = {name: of_all_ranks(self.inputs.alongside(name), 0, self.group).double() for name in of_columns}
         divisor = self._divisor(row, vectors)
         leaf = self.whole.double().requires_grad_() if self.is_head else None
         outputs, of_tokens, d_weight = [], [], None if leaf is None else torch.zeros_like(leaf)
-        for start in range(0, self.n_tokens, max(1, CHUNK_ELEMENTS // (self.n_columns * self._ranks))):
-            rows = slice(start, start + max(1, CHUNK_ELEMENTS // (self.n_columns * self._ranks)))
+        chunk = max(1, CHUNK_ELEMENTS // (self.n_columns * self.n_ranks))
+        for start in range(0, self.n_tokens, chunk):
+            rows = slice(start, min(start + chunk, self.n_tokens))
             own = (self.whole if self.hidden is None else self.hidden)[rows].double().requires_grad_()
             logits = own if leaf is None else own @ leaf.T
             found = outputs_fp64(row, logits, partial(self._given, rows, vectors))
@@ -133,10 +129,6 @@ class Truth:
             return [*together, d_tokens[:, own_columns]]
         return [*together, d_tokens, d_weight[own_columns].clone()]
 
-    @property
-    def _ranks(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
     def _divisor(self, row: Row, vectors: dict[str, Tensor]) -> Any:
         if row.reduction != "mean":
             return row.options.get("num_items", 1)
@@ -151,22 +143,18 @@ class Truth:
             return output.sum()
         return (output * self.inputs.upstreams[torch.float32][rows].double()).sum()
 
-    def _whole(self, name: str) -> Tensor:
-        return of_all_ranks(self.inputs.alongside(name), 0, self.group).double()
-
     def _given(self, rows: slice, vectors: dict[str, Tensor], name: str) -> Any:
         if name in vectors:
             return vectors[name]
         if name == "labels":
             return self.labels[rows]
         value = self.inputs.alongside(name)
-        rows = slice(rows.start, min(rows.stop, self.n_tokens))
         if isinstance(value, tuple):
             hidden, weight = value
             return hidden[rows].double() @ of_all_ranks(weight, 0, self.group).double().T
         if name == "ids":
             return value[rows]
-        whole = of_all_ranks(value[rows], 1, self.group) if name in ("teacher", "probabilities") else value[rows]
+        whole = of_all_ranks(value[rows], 1, self.group) if name == "teacher" else value[rows]
         return whole.double()
 
 

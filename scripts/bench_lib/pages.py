@@ -1,348 +1,154 @@
-"""The tables that README and docs/ have between markers, from the committed documents. Pure functions.
+"""The pages, from the committed documents: ``docs/performance.md``, and what others have between markers.
 
-``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` are around what NAME stands for: ``speed``, ``head`` and
-``frameworks``, or the file of a document of steps without its ending.
+``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` are around what NAME stands for: a function here, or the file of a
+document without its ending. Pure functions, except :func:`texts`. A target is compared with the number itself.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from bench_lib.cases import OURS
-from bench_lib.documents import (
-    Document,
-    Result,
-    is_of_enough_rounds,
-    is_timed,
-    require_one_commit,
-    require_rounds,
-    results_by_case,
+from bench_lib.cases import IN_FORWARD, LOSSES_TARGETS, OURS, TARGETS
+from bench_lib.documents import FILES, ROOT, Document, Result, name_of, read_documents, results_by_case
+from bench_lib.overview import frameworks_block, numbers_block, place_of, require_one_commit
+from bench_lib.tables import (
+    few_part,
+    gpus,
+    linear_part,
+    logits_part,
+    losses_part,
+    memory_part,
+    modes_part,
+    number,
+    objective_part,
+    options_part,
+    profile_part,
     short_commit,
+    steps_part,
+    table,
 )
-from bench_lib.report import gib, linear_part, place_of, profile_part, targets_part
-from bench_lib.tables import host_line, shown, table
+from vocab_parallel_ce.versions import TESTED
 
+TEMPLATE = Path(__file__).with_name("performance.template.md")
+COMPILED = ROOT / "tests" / "test_compile_only.py"
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
-LESS = 1.02  # memory differs if one has so many times the other's
+UNITS = {
+    "ratio": "x copy",
+    "ratio_graph": "x copy in a CUDA graph",
+    "microseconds_eager": "us eager",
+    "microseconds_graph": "us in a CUDA graph",
+    "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
+}
+ARCHITECTURES = {
+    "sm_80": "NVIDIA A100",
+    "sm_90": "NVIDIA H100, H200",
+    "sm_100": "NVIDIA B200",
+    "sm_120": "NVIDIA RTX 50",
+    "gfx942": "AMD MI300X, MI325X",
+    "gfx950": "AMD MI350X, MI355X",
+}
+# Of documents, by the first word of their names; in the template, by the file of their command.
+BLOCKS = {"losses": losses_part, "objective": objective_part, "linear": linear_part}
+PARTS = {"table": logits_part, "head": linear_part, "unfused": linear_part, "memory": memory_part}
+PARTS |= {"few": few_part, "modes": modes_part, "options": options_part}
 
 
-class Framework(NamedTuple):
-    """A row of docs/frameworks.md: what a framework takes without and with this package, and others alongside."""
-
-    name: str
-    line: str
-    setting: str  # before the name of the case
-    document: str
-    case: str
-    without: str
-    given: str  # with this package
-    peers: tuple[str, ...] = ()
-    pairs: tuple[tuple[str, str], ...] = ()  # more of what is replaced, and of what replaces it
-
-    def compared(self) -> list[tuple[str, str]]:
-        """Each other provider, and the one of this package to compare it with."""
-        return [*((other, self.given) for other in (self.without, *self.peers)), *self.pairs]
-
-
-def installed(name: str, *others: str, **fields: Any) -> Framework:
-    """A framework's own ``name`` and ``others``, without and with ``install()``."""
-    given, *pairs = ((each, f"{each}, installed") for each in (fields["without"], *others))
-    return Framework(name, given=given[1], pairs=tuple(pairs), **fields)
-
-
-RL: dict[str, Any] = {"setting": "", "document": "rl_1gpu", "case": "8192 x 128256, D = 4096"}
-TWO: dict[str, Any] = {"setting": "2 GPUs, ", "document": "frameworks_2gpu", "case": "8192 x 128256"}
-VERL, VERL_HEAD = "verl FusedLinearForPPO", "verl linear_cross_entropy"
-FRAMEWORKS = (
-    Framework(
-        "[Hugging Face](transformers.md)",
-        "`X.transformers.install()`",
-        "",
-        "transformers_step_1gpu",
-        "Llama-3.2-1B, 4 x 2048",
-        "transformers",
-        OURS,
-        ("liger-kernel",),
-    ),
-    Framework(
-        "[Megatron-Core](megatron.md)",
-        "`X.megatron.install(linear=True)`",
-        "2 layers of 4096, 2 GPUs, ",
-        "megatron_2gpu",
-        "24576 tokens",
-        "Megatron-Core",
-        f"{OURS}, linear",
-        ("Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss", f"{OURS}, logits"),
-    ),
-    Framework(
-        "[DTensor](dtensor.md)",
-        "`X.dtensor.cross_entropy(logits, labels)`",
-        without="torch loss_parallel (logits.float())",
-        given="DTensor loss",
-        peers=("torch loss_parallel (16-bit logits)",),
-        **TWO | {"setting": "2 GPUs, against `loss_parallel` of `logits.float()`, "},
-    ),
-    installed(
-        "[torchtitan](dtensor.md#torchtitan)",
-        "torchtitan log-probs",
-        line="`X.torchtitan.install()`",
-        without="torchtitan loss",
-        **TWO,
-    ),
-    installed("[NeMo-RL](rl.md)", line="`X.nemo_rl.install()`", without="NeMo-RL log-probs", **TWO),
-    installed(
-        "[verl](rl.md)",
-        VERL_HEAD,
-        line="`X.verl.install()`",
-        without=VERL,
-        peers=(VERL_HEAD,),
-        **RL | {"setting": "`FusedLinearForPPO`, "},
-    ),
-    installed(
-        "[OpenRLHF](rl.md)",
-        line="`X.openrlhf.install()`",
-        without="OpenRLHF logits",
-        **RL | {"case": "8192 x 128256, logits", "setting": "its actor, "},
-    ),
-    installed(
-        "[TRL](transformers.md#trl)",
-        line="`X.trl.install()`",
-        without="TRL fused head",
-        **RL | {"setting": "its head, "},
-    ),
-    Framework(
-        "[torch.compile](compile.md)",
-        "none: `fullgraph=True`",
-        "head and loss, ",
-        "compile_1gpu",
-        "8192 x 128256, D = 2048",
-        "PyTorch, compiled (logits.float())",
-        f"{OURS}, compiled",
-        (f"{OURS}, linear, compiled",),
-    ),
-)
-
-
-class Number(NamedTuple):
-    """A row of README: others, and this package beside them."""
-
-    what: str
-    document: str
-    case: str
-    without: tuple[str, ...]
-    given: str
-    is_ratio: bool = False  # the time over that of a copy, in place of time and memory
-
-    def parts(self, result: Result) -> list[str]:
-        return [f"{shown('ratio', result['ratio'])} x memcpy"] if self.is_ratio else cost(result).split(", ")
-
-    def require_the_fastest(self, results: dict[str, Result]) -> None:
-        """Raise ValueError if a row of ratios leaves out the fastest of the others."""
-        if not self.is_ratio:
-            return
-        others = {name: each["ratio"] for name, each in results.items() if is_timed(each) and not name.startswith(OURS)}
-        if min(others, key=lambda name: others[name]) not in self.without:
-            raise ValueError(f"README: {self.case}: expected the fastest of {others}, got {self.without}")
-
-
-NUMBERS = (
-    *(
-        Number(
-            f"`transformers.install()`: Llama-3.2-1B, 4 x 2048 tokens, {what} ignored",
-            "transformers_ignored_1gpu",
-            f"Llama-3.2-1B, 4 x 2048, {share}% ignored",
-            ("transformers", "liger-kernel"),
-            OURS,
-        )
-        for what, share in (("none", 0), ("half", 50))
-    ),
-    Number(
-        "`megatron.install(linear=True)`: 2 layers of 4096, 24576 tokens, 2 GPUs",
-        "megatron_2gpu",
-        "24576 tokens",
-        ("Megatron-Core", "Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss"),
-        f"{OURS}, linear",
-    ),
-    Number(
-        "`verl.install()`: Megatron engine's log-probabilities and entropies, 8192 x 128256, 2 GPUs",
-        "frameworks_2gpu",
-        "8192 x 128256",
-        ("verl log-probs and entropy",),
-        "verl log-probs and entropy, installed",
-    ),
-    Number(
-        "`linear_objective` in place of TRL's head and a policy's loss, 8192 x 128256",
-        "objective_1gpu",
-        "8192 x 4096 x 128256",
-        ("TRL log-probs and objective",),
-        "linear, objective",
-    ),
-    Number(
-        "`vocab_parallel_cross_entropy`, unreduced, 16384 x 128256, 2 GPUs",
-        "bench_table_2gpu",
-        "none 16384 x 128256 bf16",
-        ("fla-core (Gluon)", "flash-attn", "transformer-engine (overwrite)", "megatron-core"),
-        OURS,
-        is_ratio=True,
-    ),
-)
-
-
-def milliseconds(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def cost(result: Result) -> str:
-    return f"{milliseconds(result['ms'])} ms, {gib_of(result)} GiB"
-
-
-def gib_of(result: Result) -> str:
-    return gib(result["peak_bytes"])
-
-
-def steps_block(document: Document) -> str:
-    """One table for all cases that have the same providers: time with its quartiles, and memory."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    cases = results_by_case(document)
-    for case, results in cases.items():
-        groups.setdefault(tuple(results), []).append(case)
-    parts = [f"{host_line(document)} Milliseconds (quartiles), and GiB of new memory at the peak:"]
-    for names, found in groups.items():
-        rows = [[name, *(steps_cell(cases[case][name]) for case in found)] for name in names]
-        parts.append(table(["", *found], rows))
-    return "\n\n".join(parts)
-
-
-def objective_block(document: Document) -> str:
-    """The time of each call over that of the three products, and its memory."""
-    cases = results_by_case(document)
-    rows = []
-    for name in next(iter(cases.values())):
-        found = [results[name] for results in cases.values()]
-        rows.append([name, *(f"{each['ratio']:.2f}, {gib_of(each)}" if is_timed(each) else "-" for each in found)])
-    every = table(["tokens x D x V", *map(str, cases)], rows)
-    return f"{host_line(document)} Time over the products, and GiB of new memory at the peak:\n\n{every}"
-
-
-def steps_cell(result: Result) -> str:
-    lower, upper = map(milliseconds, result["ms_quartiles"])
-    return f"{milliseconds(result['ms'])} ({lower}-{upper}), {gib_of(result)}"
-
-
-def losses_block(document: Document) -> str:
-    """Losses over logits in copies of them, and alongside the call without the last option; then those of heads."""
-    cases = results_by_case(document)
-    of_logits = {case: results for case, results in cases.items() if case.count(" x ") == 1}
-    names = [name for name in next(iter(of_logits.values())) if name != "copy"]
-    rows = []
-    for name in names:
-        base = name.rpartition(", ")[0]
-        cells, memory = [], []
-        for case, results in of_logits.items():
-            of_gpu = [each.get("queued", True) for each in (results[name], results.get(base, {}))]
-            cell = f"{results[name]['ratio']:.2f}" + ("" if of_gpu[0] else " (host)")
-            if base in results and all(of_gpu):
-                cell += f" ({100 * (results[name]['ms'] / results[base]['ms'] - 1):+.1f} %)"
-            cells.append(cell)
-            memory.append(f"{results[name]['peak_bytes'] / int(case.partition(' ')[0]):.0f}")
-        rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
-    title = f"{host_line(document)} Time over a copy of the logits, and over the same call without the last option:"
-    heads = document | {"results": [each for each in document["results"] if each["case"] not in of_logits]}
-    of_heads = steps_block(heads).partition("\n\n")
-    return f"{title}\n\n{table(['call', *of_logits, 'bytes per row'], rows)}\n\nHeads, in ms and GiB:\n\n{of_heads[2]}"
-
-
-def frameworks_block(documents: Mapping[str, Document]) -> str:
-    """Time and memory without and with this package, the others, and where this package loses.
-
-    A framework that was measured in few rounds is named below the table; its own page has the figures.
-    """
-    enough = [row for row in FRAMEWORKS if is_of_enough_rounds(documents[row.document])]
-    rows, used = [], {row.document: documents[row.document] for row in enough}
-    require_one_commit("frameworks", used)
-    for row in enough:
-        document = documents[row.document]
-        results = results_by_case(document)[row.case]
-        peers = [f"{peer}: {cost(results[peer])}" for peer in row.peers if peer in results]
-        is_same = not worse(results[row.without], results[row.given], "ms")
-        is_same &= not worse(results[row.given], results[row.without], "ms")
-        given = cost(results[row.given]) + (": time within the noise" if is_same else "")
-        cells = [f"{row.name}<br>{row.line}", row.setting + row.case, cost(results[row.without]), given]
-        rows.append([*cells, "<br>".join(peers) or "-", where_it_loses(row, results_by_case(document))])
-    every = table(["framework and line", "case", "without", "with", "others", "where it loses"], rows)
-    commits: dict[str, list[str]] = {}
-    for row in enough:
-        name = row.name.partition("]")[0].lstrip("[")
-        commits.setdefault(short_commit(used[row.document]), []).append(name)
-    first, *others = (f"{commit} ({', '.join(names)})" for commit, names in commits.items())
-    few = [f"{row.name} ({row.line})" for row in FRAMEWORKS if row not in enough]
-    less = f" In fewer rounds, on their pages: {'; '.join(few)}." if few else ""
-    return f"{every}\n\n{'Commits' if others else 'Commit'} {'; '.join([first, *others])}.{less}"
-
-
-def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:
-    """The worst case by time, and the worst by memory, of those that the row compares; "-" if there is none."""
-    said = []
-    for key, unit, text in (("ms", "ms", milliseconds), ("peak_bytes", "GiB", gib)):
-        found = [
-            (results[own][key] / results[other][key], case, own, other)
-            for case, results in cases.items()
-            for other, own in row.compared()
-            if {own, other} <= results.keys() and worse(results[own], results[other], key)
-        ]
-        if found:
-            _, case, own, other = max(found)
-            numbers = [text(cases[case][name][key]) for name in (own, other)]
-            said.append(f"{case}: {numbers[0]} {unit}, {other} {numbers[1]}")
-    return "<br>".join(said) or "-"
-
-
-def worse(result: Result, other: Result, key: str) -> bool:
-    """Whether a provider takes more: time beyond the quartiles, or memory."""
-    if key == "ms":
-        return result["ms_quartiles"][0] > other["ms_quartiles"][1]
-    return bool(result["peak_bytes"] > LESS * other["peak_bytes"] + 0.01 * 2**30)
-
-
-def numbers_block(documents: Mapping[str, Document]) -> str:
-    """README's rows, and where each was measured."""
-    used = {number.document: documents[number.document] for number in NUMBERS}
-    require_one_commit("README", used)
-    require_rounds("README", used)
+def targets_block(documents: Mapping[str, Document]) -> str:
+    """Every target, whether it is met, and where the documents are from."""
     rows: list[list[str]] = []
-    for number in NUMBERS:
-        results = {str(case): found for case, found in results_by_case(used[number.document]).items()}[number.case]
-        number.require_the_fastest(results)
-        parts = {name: number.parts(results[name]) for name in (*number.without, number.given)}
-        best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*parts.values(), strict=True)]
-        cells = {name: ", ".join(map(bold_if_best, each, best)) for name, each in parts.items()}
-        others = "<br>".join(f"{name}: {cells[name]}" for name in number.without)
-        rows.append([number.what, others, cells[number.given]])
-    said = "; ".join(dict.fromkeys(map(place_of, used.values())))
-    return f"{table(['bf16, forward and backward', 'without', 'with'], rows)}\n\nMeasured on {said}. Bold is the least."
+    used: dict[str, Document] = {}
+    for case, bounds in TARGETS.items():
+        name = name_of("head" if case.is_head else "table", case.ranks)
+        used |= {name: documents[name]} if name in documents and bounds else {}
+        results = results_by_case(documents[name]).get(case, {}) if name in documents else {}
+        is_in_forward = case.kind == "mean" and not case.is_head
+        for metric, bound in bounds.items():
+            value = number(results.get(IN_FORWARD if is_in_forward else OURS), metric)
+            unit = UNITS[metric].replace("copy", "matmuls" if case.is_head else "copy")
+            measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+            name = f"{case}, {gpus(case.ranks)}{', in_forward' * is_in_forward}"
+            rows.append([name, f"<= {bound:g} {unit}", measured, is_met([] if value is None else [value], bound)])
+    losses = name_of("losses", 1)
+    used |= {losses: documents[losses]} if losses in documents else {}
+    cases = results_by_case(documents[losses]) if losses in documents else {}
+    for own, base, bound in LOSSES_TARGETS:
+        found = {case: beside(results, own, base) for case, results in cases.items() if own in results}
+        measured = ", ".join(f"{value:.3f} ({name})" for name, value in found.items()) or "-"
+        rows.append([f"{own}, 1 GPU", f"<= {bound:g} x {base}", measured, is_met(list(found.values()), bound)])
+    count = sum(row[-1] == "met" for row in rows)
+    places = "; ".join(f"`{name}`, {place_of(document)}" for name, document in used.items())
+    said = f"{count} of {len(rows)} targets are met. The numbers are those of {places}."
+    return f"{said}\n\n{table(['case', 'target', 'measured', ''], rows)}"
 
 
-def bold_if_best(text: str, best: str) -> str:
-    return f"**{text}**" if text == best else text
+def is_met(values: Sequence[float], bound: float) -> str:
+    return "not measured" if not values else "met" if max(values) <= bound else "**missed**"
 
 
-def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
+def beside(results: dict[str, Result], provider: str, base: str) -> float:
+    """A provider's time over another's, or over the copy's."""
+    own, other = results[provider], results.get(base)
+    return float(own["ratio"] if other is None else own["ms"] / other["ms"])
+
+
+def lanes_of(results: Path) -> dict[str, dict[str, Any]]:
+    """The documents that ``--lanes-json`` wrote on GPUs, by name."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("lanes_*.json"))}
+    return {name: document for name, document in found.items() if document["gpu_model"] is not None}
+
+
+def pairs_block() -> str:
+    """Pairs of torch and Triton, as ``doctor`` reads them, and the command that tests one."""
+    rows = [[*row, f"`bash scripts/test_versions.sh {row.torch} {row.triton}`"] for row in TESTED]
+    return table(["torch", "Triton", "Python", "quick lane", "compile-only lane", "GPU", "repeat it"], rows)
+
+
+def lanes_block(documents: Mapping[str, dict[str, Any]]) -> str:
+    """Counts of every lane that ran on GPUs, and which frameworks were installed."""
+    rows = []
+    for name, document in documents.items():
+        versions = [document[key].partition("+")[0] for key in ("torch", "triton", "python")]
+        model = document["gpu_model"].removeprefix("NVIDIA ").partition(" ")[0]
+        here = [line.partition(":")[0] for line in document["frameworks"] if "not installed" not in line]
+        for lane, counts in document["lanes"].items():
+            if counts["passed"] + counts["failed"]:
+                said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
+                cells = [f"{document['gpu_count']} x {model}", *versions, lane, said, document["commit"][:7]]
+                rows.append([*cells, f"`{name}`", ", ".join(here)])
+    return table(["GPUs", "torch", "Triton", "Python", "lane", "tests", "commit", "document", "frameworks there"], rows)
+
+
+def architectures_block(compiled: str, documents: Mapping[str, dict[str, Any]]) -> str:
+    """For each target of the compiling tests: its GPUs, and whether a lane ran on one of them."""
+    named = {f"sm_{cuda}" if cuda else hip for cuda, hip in re.findall(r'"(?:cuda:(\d+)|hip:(gfx\w+))"', compiled)}
+    if unknown := named - ARCHITECTURES.keys():
+        raise ValueError(f"ARCHITECTURES: expected {', '.join(sorted(unknown))} too, got no such entry; add its GPUs")
+    models, rows = sorted({document["gpu_model"].split()[1] for document in documents.values()}), []
+    for target in [name for name in ARCHITECTURES if name in named]:
+        ran = [model for model in models if model in ARCHITECTURES[target]]
+        rows.append([target, ARCHITECTURES[target], "yes", f"yes: {', '.join(ran)}" if ran else "never"])
+    return table(["target", "GPUs", "every kernel compiles, in the tests", "tests ran there"], rows)
+
+
+def blocks(documents: dict[str, Document], lanes: dict[str, dict[str, Any]]) -> dict[str, Callable[[], str]]:
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
-        "numbers": lambda: numbers_block(documents),
-        "targets": lambda: targets_part(documents),
-        "frameworks": lambda: frameworks_block(documents),
+        "numbers": partial(numbers_block, documents),
+        "targets": partial(targets_block, documents),
+        "frameworks": partial(frameworks_block, documents),
+        "pairs": pairs_block,
+        "lanes": partial(lanes_block, lanes),
+        "architectures": lambda: architectures_block(COMPILED.read_text(encoding="utf-8"), lanes),
     }
     for name, document in documents.items():
-        kind = profile_part if "ranks" in document else KINDS.get(name.partition("_")[0], steps_block)
-        made[name] = lambda kind=kind, document=document: kind(document)  # type: ignore[misc]
+        part: Callable[..., str] = BLOCKS.get(name.partition("_")[0], steps_part)
+        made[name] = partial(profile_part if "ranks" in document else part, document)
     return made
-
-
-# Of documents, by the first word of their names.
-KINDS = {"losses": losses_block, "objective": objective_block, "linear": linear_part}
 
 
 def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, needed: Iterable[str] = ()) -> str:
@@ -358,3 +164,32 @@ def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, nee
         if name not in made or names.count(name) != 1:
             raise ValueError(f"{page}: expected one begin and end of {name!r}, one of {', '.join(made)}")
     return MARKED.sub(lambda match: f"{match[1]}\n{made[match[2]]()}\n\n{match[3]}", text)
+
+
+def with_parts(text: str, documents: Mapping[str, Document]) -> str:
+    """The template with each ``{{part}}`` in its place, and the commit at the top.
+
+    Raises:
+        ValueError: a section has documents of several commits.
+    """
+    first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
+    commit, sections = first["host"]["commit"], []
+    for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
+        named = {name: each for name, each in documents.items() if "{{" + name + "}}" in section}
+        require_one_commit(section.partition("\n")[0], named)
+        for name, document in named.items():
+            part = next(part for command, part in PARTS.items() if name.startswith(FILES[command]))
+            section = section.replace("{{" + name + "}}", part(document, commit))
+        sections.append(section)
+    return "".join(sections).replace("{{commit}}", short_commit(first))
+
+
+def texts(root: Path, results: Path) -> dict[Path, str]:
+    """``docs/performance.md``, and README and the other pages of docs/ with their blocks anew."""
+    documents, page, readme = read_documents(results), root / "docs" / "performance.md", root / "README.md"
+    made, found = blocks(documents, lanes_of(results)), {page: with_parts(TEMPLATE.read_text("utf-8"), documents)}
+    for path in (readme, *sorted(page.parent.glob("*.md"))):
+        if path != page:
+            needed = ("numbers",) if path == readme else ()
+            found[path] = with_blocks(path.read_text(encoding="utf-8"), made, path.name, needed)
+    return found

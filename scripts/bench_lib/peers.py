@@ -27,6 +27,7 @@ from bench_lib.cases import IGNORE_INDEX, REDUCTIONS, Inputs
 
 QUACK_CHUNK_TOKENS = 4096  # its own default
 FLA, ENGINE = "fla.modules.fused_cross_entropy", "transformer_engine.pytorch.cross_entropy"
+PARALLEL = "torch.distributed.tensor.parallel"
 TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
@@ -55,22 +56,41 @@ def eager_linear_16(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: s
     return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
 
 
-def loss_parallel(parallel: Any) -> Step:
+@cache
+def _mesh_of(group: Any, device: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group or group_of_one(), device, mesh_dim_names=("tp",))
+
+
+def of_dtensor(loss_of: Callable[[Any, Tensor, str], Any]) -> LossOf:
+    """A loss of DTensor logits ``[1, N, V]``, of which this rank has its columns, and of labels ``[1, N]``."""
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh_of = cache(DeviceMesh.from_group)
+    def of_shard(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+        mesh = _mesh_of(group, logits.device.type)
+        return loss_of(DTensor.from_local(logits[None], mesh, [Shard(2)], run_check=False), labels[None], reduction)
 
-    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
-        (logits,) = inputs.tensors
-        mesh = mesh_of(group, logits.device.type)
-        shards = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
-        with parallel.loss_parallel():
-            loss: Any = functional.cross_entropy(shards, inputs.labels, reduction=reduction)
-            (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))  # the loss is a DTensor
-        return loss.to_local(), grad
+    return of_shard
 
-    return step
+
+def loss_parallel(parallel: Any, dtype: torch.dtype = torch.float32) -> LossOf:
+    """A mean, unreduced, otherwise the sum; in bf16 the log-probabilities are rounded to it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def loss_of(logits: Any, labels: Tensor, reduction: str) -> Any:
+        replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
+        reduction = reduction if reduction in REDUCTIONS else "sum"
+        loss: Any = functional.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction=reduction)
+        return loss.to_local()
+
+    return of_dtensor(loss_of)
+
+
+def in_loss_parallel() -> AbstractContextManager[Any]:
+    """Around forward and backward."""
+    context: AbstractContextManager[Any] = importlib.import_module(PARALLEL).loss_parallel()
+    return context
 
 
 def torch_linear(nn: Any) -> LossOf:
@@ -81,10 +101,15 @@ def torch_linear(nn: Any) -> LossOf:
     return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
 
 
+def sharded_losses(loss: LossOf) -> LossOf:
+    """Of a loss over ``[N, 1, C]`` and a group, which is never None."""
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g or group_of_one()).view(-1), r)
+
+
 def liger_loss(liger: Any) -> LossOf:
-    sharded = liger.LigerVocabParallelCrossEntropy()
+    sharded = sharded_losses(liger.LigerVocabParallelCrossEntropy())
     whole = {kind: liger.LigerCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
-    return lambda x, y, r, g: whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
+    return lambda x, y, r, g: whole[r](x, y) if g is None else sharded(x, y, r, g)
 
 
 def liger_linear(liger: Any, **options: Any) -> LossOf:
@@ -154,13 +179,14 @@ def trl_linear(utils: Any) -> LossOf:
     return loss_of
 
 
-def flash_loss(flash: Any) -> LossOf:
-    loss = partial(flash.cross_entropy_loss, inplace_backward=True)
+def in_place_loss(module: Any) -> LossOf:
+    """That of flash-attn and of fla-core: both return a pair, of which the losses are first."""
+    loss = partial(module.cross_entropy_loss, inplace_backward=True)
     return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
 
 
 def flash_linear(flash: Any) -> LossOf:
-    losses_of = flash_loss(flash)
+    losses_of = in_place_loss(flash)
 
     def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
         losses: Tensor = losses_of(functional.linear(hidden, weight), labels, "none", group)
@@ -169,24 +195,14 @@ def flash_linear(flash: Any) -> LossOf:
     return loss_of
 
 
-def fla_loss(fla: Any) -> LossOf:
-    loss = partial(fla.cross_entropy_loss, inplace_backward=True)
-    return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
-
-
 def fla_gluon_loss(kernels: Any) -> LossOf:
     """The same by its kernels in Gluon, which are there if its module of them can be imported."""
-    return fla_loss(importlib.import_module(FLA))
+    return in_place_loss(importlib.import_module(FLA))
 
 
 def in_gluon() -> AbstractContextManager[Any]:
     """It looks at the variable in each forward and each backward."""
     return patch.dict(os.environ, {"FLA_CE_GLUON": "1"})
-
-
-def fla_linear(fla: Any) -> LossOf:
-    loss = fla.fused_linear_cross_entropy_loss
-    return lambda h, w, y, r, g: loss(h, y, w, reduction=r, process_group=g)
 
 
 @cache
@@ -232,14 +248,9 @@ def group_of_one() -> Any:
     return dist.group.WORLD
 
 
-def megatron_loss(megatron: Any) -> LossOf:
-    loss = megatron.fused_vocab_parallel_cross_entropy
-    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g or group_of_one()).view(-1), r)
-
-
-def megatron_unfused(megatron: Any) -> LossOf:
-    loss = megatron.vocab_parallel_cross_entropy
-    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], tp_group=g or group_of_one()).view(-1), r)
+def fla_linear(fla: Any) -> LossOf:
+    loss = fla.fused_linear_cross_entropy_loss
+    return lambda h, w, y, r, g: loss(h, y, w, reduction=r, process_group=g)
 
 
 def cut_linear(cut: Any, **options: Any) -> LossOf:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,33 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench_lib import peers
-from bench_lib.cases import (
-    BY_NAME,
-    COMPILED,
-    COMPILED_16,
-    EAGER,
-    EAGER_16,
-    IN_FORWARD,
-    OURS,
-    SHARDED,
-    UNFUSED,
-    UNFUSED_IN_FORWARD,
-    Case,
-    Inputs,
-)
+from bench_lib import cases, peers
+from bench_lib.calls import Row, baseline_package, called, rows_of
+from bench_lib.cases import EAGER, EAGER_16, IN_FORWARD, OURS, Case, Inputs
 from bench_lib.peers import LossOf, Step
-from bench_lib.rows import Row
 
-FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
-KEPT_LOGITS, KEPT = f"{OURS}[kept logits]", {"keep_logits": "all"}
 OUR_PACKAGE = "vocab-parallel-ce"
 
 
-@cache
-def ones(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The upstream gradient, which a training step has before it calls the loss's backward."""
-    return torch.ones(shape, dtype=dtype, device=device)
+ones = cache(torch.ones)  # upstream gradients, which a training step has before it calls the loss's backward
 
 
 def through_autograd(losses_of: Callable[[Inputs, str, Any], Any], *, reduces_hidden: bool = True) -> Step:
@@ -62,7 +45,7 @@ def through_autograd(losses_of: Callable[[Inputs, str, Any], Any], *, reduces_hi
         loss = losses_of(inputs, reduction, group)
         losses = loss if isinstance(loss, tuple) else (loss,)
         if inputs.upstreams is None:
-            upstream = [ones(each.shape, each.dtype, each.device) for each in losses]
+            upstream = [ones(each.shape, dtype=each.dtype, device=each.device) for each in losses]
         else:
             upstream = [inputs.upstreams[each.dtype] for each in losses]
         grads = torch.autograd.grad(losses, inputs.tensors, upstream)
@@ -163,6 +146,24 @@ def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
     return [provider for provider in known if provider.name in wanted or (provider.is_default and "all" in wanted)]
 
 
+def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
+    """Every row of a case; each is followed by the same call of the checkout ``baseline``, which may have none."""
+    found, other = [], None if baseline is None else baseline_package(baseline).__name__
+    interpreted = {"impl": "triton"} if case.kind == "host" and not torch.cuda.is_available() else {}
+    for name, row in rows_of(case).items():
+        row = row._replace(options=row.options | interpreted)
+        is_whole = not row.options.get("sequence_parallel")
+        made = partial(_linear if case.is_head else _logits, returns=row, is_step=True, is_whole=is_whole)
+        found.append(made(name, partial(_row_step, row), baseline=other and name + cases.BASELINE))
+        if other is not None:
+            found.append(made(name + cases.BASELINE, partial(_row_step, row), module=other))
+    return found
+
+
+def _row_step(row: Row, package: Any) -> Step:
+    return through_autograd(lambda inputs, reduction, group: called(row, package, inputs, group))
+
+
 def _is_reduced(case: Case) -> str | None:
     is_reduced = case.kind != "none"
     return None if is_reduced else "in_forward is for reduced losses: the grad_output of each token comes after forward"
@@ -176,22 +177,12 @@ def _is_unreduced(case: Case) -> str | None:
     return None if case.kind == "none" else "a reduced loss makes its logits once: there are none to keep"
 
 
-def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
-    """In place by name: the default takes a new tensor, since the caller of ``torch.autograd.grad`` has the logits."""
+def _over_logits(gradient: str, **options: str) -> Callable[[Any], LossOf]:
     options["gradient"] = gradient
-    return Provider(
-        name,
-        lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options),
-        OURS,
-        OUR_PACKAGE,
-        of_several=options.get("impl") != "one_pass",
-        is_default="impl" not in options,
-        refuses=_is_reduced if gradient == "in_forward" else lambda case: None,
-        gradient=gradient,
-    )
+    return lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options)
 
 
-def _unfused(gradient: str) -> Callable[[Any], LossOf]:
+def _over_linear(gradient: str) -> Callable[[Any], LossOf]:
     """Nobody else reads the logits, so the default writes over them too, in backward."""
     return lambda m: (
         lambda h, w, y, r, g: m.vocab_parallel_cross_entropy(
@@ -200,80 +191,78 @@ def _unfused(gradient: str) -> Callable[[Any], LossOf]:
     )
 
 
+def _head_loss(**options: Any) -> Callable[[Any], LossOf]:
+    return lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **options)
+
+
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
 LIGER_SHARDED = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
-MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
-MEGATRON_UNFUSED = "megatron.core.tensor_parallel.cross_entropy"
+MEGATRON, MEGATRON_UNFUSED = "megatron.core.fusions.fused_cross_entropy", "megatron.core.tensor_parallel.cross_entropy"
 QUACK, FLA_LINEAR = "quack.cross_entropy", "fla.modules.fused_linear_cross_entropy"
+UNREDUCED = Row("cross_entropy", {"reduction": "none"})
+_logits = partial(Provider, module=OURS, distribution=OUR_PACKAGE)
 _head = partial(Provider, takes="head")
-_linear = partial(_head, module=OURS, distribution=OUR_PACKAGE)
+_linear = partial(_logits, takes="head")
+_in_forward = partial(_logits, gradient="in_forward", refuses=_is_reduced)
+_unfused = partial(_linear, reduces_hidden=False)
 _torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
+_sharded = partial(Provider, module=peers.PARALLEL, distribution="torch", of_one_rank=False)
 _torch_head = partial(_torch, takes="head")
 _quacks = partial(Provider, distribution="quack-kernels", of_several=False)
 _quack_head = partial(_quacks, takes="head", module="quack.linear_cross_entropy")
-_engines = partial(Provider, module=peers.ENGINE, distribution="transformer-engine")
+_ligers = partial(_head, module=LIGER, distribution="liger-kernel", of_several=False)
+_liger_sharded = partial(_head, module=LIGER_SHARDED, of_one_rank=False)
 _flas = partial(Provider, distribution="fla-core")
+_megatrons = partial(Provider, distribution="megatron-core")
+_engines = partial(Provider, module=peers.ENGINE, distribution="transformer-engine")
 _cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False)
 
+# In place by name: the default takes a new tensor, since the caller of ``torch.autograd.grad`` has the logits.
 PROVIDERS: tuple[Provider, ...] = (
-    _ours(OURS),
-    _ours(IN_FORWARD, gradient="in_forward"),
-    *(_ours(name, gradient="in_forward", impl=impl) for name, impl in BY_NAME.items()),
+    _logits(OURS, _over_logits("in_backward"), gradient="in_backward"),
+    _in_forward(IN_FORWARD, _over_logits("in_forward")),
+    *(
+        _in_forward(name, _over_logits("in_forward", impl=impl), is_default=False, of_several=impl != "one_pass")
+        for name, impl in cases.BY_NAME.items()
+    ),
     _torch(EAGER, lambda m: peers.eager),
     # Without dynamic=False a second shape gets kernels for any number of rows.
-    _torch(COMPILED, lambda m: torch.compile(peers.eager, dynamic=False)),
-    Provider(SHARDED, peers.loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
+    _torch(cases.COMPILED, lambda m: torch.compile(peers.eager, dynamic=False)),
+    _sharded(cases.SHARDED, peers.loss_parallel, context=peers.in_loss_parallel),
     Provider("liger-kernel", peers.liger_loss, LIGER, "liger-kernel"),
     _quacks("quack-kernels", partial(peers.quack_loss, in_place=True), QUACK),
     _quacks("quack-kernels (out of place)", partial(peers.quack_loss, in_place=False), QUACK),
     _quacks(
-        "quack-kernels (kernel alone)",
-        peers.quack_kernel,
-        QUACK,
-        is_step=True,
-        refuses=_is_mean,
-        returns=Row("cross_entropy", {"reduction": "none"}),
+        "quack-kernels (kernel alone)", peers.quack_kernel, QUACK, is_step=True, refuses=_is_mean, returns=UNREDUCED
     ),
-    Provider("flash-attn", peers.flash_loss, FLASH, "flash-attn"),
-    _flas("fla-core", peers.fla_loss, peers.FLA),
+    Provider("flash-attn", peers.in_place_loss, FLASH, "flash-attn"),
+    _flas("fla-core", peers.in_place_loss, peers.FLA),
     _flas("fla-core (Gluon)", peers.fla_gluon_loss, f"{peers.FLA}.gluon", context=peers.in_gluon),
     # Before transformer-engine: it looks for that when it is imported.
-    Provider("megatron-core", peers.megatron_loss, MEGATRON, "megatron-core"),
-    Provider("megatron-core (unfused)", peers.megatron_unfused, MEGATRON_UNFUSED, "megatron-core"),
+    _megatrons("megatron-core", lambda m: peers.sharded_losses(m.fused_vocab_parallel_cross_entropy), MEGATRON),
+    _megatrons(
+        "megatron-core (unfused)",
+        lambda m: peers.sharded_losses(lambda x, y, g: m.vocab_parallel_cross_entropy(x, y, tp_group=g)),
+        MEGATRON_UNFUSED,
+    ),
     _engines("transformer-engine", peers.engine_loss),
     _engines("transformer-engine (overwrite)", partial(peers.engine_loss, overwrite_input=True)),
-    _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
-    _linear(FP32_LOGITS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **FP32)),
-    _linear(
-        KEPT_LOGITS,
-        lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **KEPT),
-        refuses=_is_unreduced,
-    ),
-    _linear(UNFUSED, _unfused("auto"), reduces_hidden=False, gradient="auto"),
-    _linear(
-        UNFUSED_IN_FORWARD,
-        _unfused("in_forward"),
-        reduces_hidden=False,
-        refuses=_is_reduced,
-        gradient="in_forward",
-    ),
+    _linear(OURS, _head_loss()),
+    _linear(f"{OURS}[fp32 logits]", _head_loss(logits_dtype=torch.float32)),
+    _linear(f"{OURS}[kept logits]", _head_loss(keep_logits="all"), refuses=_is_unreduced),
+    _unfused(cases.UNFUSED, _over_linear("auto"), gradient="auto"),
+    _unfused(cases.UNFUSED_IN_FORWARD, _over_linear("in_forward"), refuses=_is_reduced, gradient="in_forward"),
     _torch_head(EAGER, lambda m: peers.eager_linear),
-    _torch_head(COMPILED, lambda m: torch.compile(peers.eager_linear, dynamic=False)),
+    _torch_head(cases.COMPILED, lambda m: torch.compile(peers.eager_linear, dynamic=False)),
     _torch_head(EAGER_16, lambda m: peers.eager_linear_16),
-    _torch_head(COMPILED_16, lambda m: torch.compile(peers.eager_linear_16, dynamic=False)),
+    _torch_head(cases.COMPILED_16, lambda m: torch.compile(peers.eager_linear_16, dynamic=False)),
     _torch_head("F.linear_cross_entropy", peers.torch_linear),
     _head("F.linear + flash-attn", peers.flash_linear, FLASH, "flash-attn", reduces_hidden=False),
-    _head("liger-kernel", peers.liger_linear, LIGER, "liger-kernel", of_several=False),
+    _ligers("liger-kernel", peers.liger_linear),
     # It sums the weight's gradient in bf16, unless told not to.
-    _head(
-        "liger-kernel (fp32 sum)",
-        partial(peers.liger_linear, accum_dtype=torch.float32),
-        LIGER,
-        "liger-kernel",
-        of_several=False,
-    ),
-    _head("liger-kernel (sharded)", peers.liger_sharded, LIGER_SHARDED, "liger-kernel", of_one_rank=False),
-    _head("liger-kernel (NVSHMEM)", peers.liger_native, LIGER_SHARDED, "liger-cute-kernels", of_one_rank=False),
+    _ligers("liger-kernel (fp32 sum)", partial(peers.liger_linear, accum_dtype=torch.float32)),
+    _liger_sharded("liger-kernel (sharded)", peers.liger_sharded, distribution="liger-kernel"),
+    _liger_sharded("liger-kernel (NVSHMEM)", peers.liger_native, distribution="liger-cute-kernels"),
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
     _cuts("cut-cross-entropy", peers.cut_linear),
     _cuts("cut-cross-entropy (exact)", partial(peers.cut_linear, filter_eps=None)),

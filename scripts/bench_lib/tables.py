@@ -1,10 +1,23 @@
-"""A Markdown table, a number in its cells, and the line above it. Pure functions."""
+"""One document as Markdown: the machine, the versions and a table. Pure functions.
+
+Providers are compared at the decimals that a table shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from bench_lib.documents import Document, package_versions, short_commit
+from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case
+from bench_lib.documents import Document, Result, case_of, is_ours, is_timed, results_by_case
+
+GIB = 2**30
+OPTIONS_VOCABULARIES = (128256, 32064, 50257)  # the others are in the document
+NOISE = 1.02  # of a mode's time
+SCALE_US = 1.5  # of the launch with which backward looks at grad_output: the host does not know that it is 1
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -12,21 +25,311 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def shown(metric: str, value: float | None) -> str:
-    """A ratio or microseconds as the tables show them."""
-    if value is None:
-        return "-"
-    if metric.startswith("ratio"):
-        return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+def short_commit(document: Document) -> str:
+    """The commit, and the day of the measurement; of documents without it, the day on which they were committed."""
+    host = document["host"]
+    return ", ".join(str(part) for part in (str(host["commit"])[:12], host.get("date")) if part)
 
 
-def host_line(document: Document, commit: str | None = None) -> str:
-    """The machine, the versions, and the commit if it is not the one that the page says at its top."""
+def with_host(document: Document, commit: str | None, title: str, *parts: str) -> str:
+    """Parts of a page below the machine, the versions, the rounds, and the commit if it is not that of the page."""
     host = document["host"]
     versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
-    packages = ", ".join(package_versions(document)) or "no other package"
+    packages = ", ".join(f"{name} {version}" for name, version in host["packages"].items()) or "no other package"
     rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
     own = "" if host["commit"] == commit else f"; commit {short_commit(document)}"
     cpu = f", {host['cpu']}" if host.get("cpu") else ""
-    return f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}{own}."
+    line = f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}{own}. {title}"
+    return "\n\n".join([line.strip(), *filter(None, parts)])
+
+
+def shown(value: float | None) -> str:
+    """A ratio, milliseconds or microseconds, to three digits."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.2f}"
+
+
+def per_row(result: Result) -> str:
+    """Bytes of new memory for each token."""
+    return f"{result['peak_bytes'] / result['tokens']:.1f}"
+
+
+def gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"
+
+
+def number(result: Result | None, metric: str) -> float | None:
+    """The number of a timed result; None if there is none."""
+    if result is None or not is_timed(result):
+        return None
+    if metric == "gib_over_fp32_weight_gradient":
+        weight = result["vocabulary"] // result["ranks"] * result["hidden_size"]
+        return float(result["peak_bytes"] - 4 * weight) / GIB
+    return result.get(metric)
+
+
+def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
+    """This project's first, then the others from the fastest to the slowest."""
+
+    def order(name: str) -> tuple[bool, bool, float]:
+        ratios = [number(results.get(name), "ratio") for results in cases.values()]
+        return name != OURS, not is_ours(name), statistics.median([r for r in ratios if r] or [1e9])
+
+    return sorted({name for results in cases.values() for name in results}, key=order)
+
+
+def one_line(reason: str) -> str:
+    """An error's text as one line of code, which then holds no Markdown of its own."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", reason).encode("ascii", "replace").decode()
+    text = " ".join(text.replace("`", "'").replace("|", "/").split())
+    return f"`{text if len(text) <= 160 else text[:160] + '...'}`"
+
+
+def notes(document: Document) -> str:
+    """Who waits for the device, who was refused and why, and who was absent; the document says why."""
+    timed = {result["provider"] for result in document["results"] if is_timed(result)}
+    absent = {name for name, reason in document["absent"].items() if not reason.startswith("needs ")} - timed
+    said = [("absent", name) for name in document["absent"] if name in absent]
+    for result in document["results"]:
+        name = result["provider"]
+        if not is_timed(result) and not is_ours(name):
+            said.append((f"refused in some or all cases: {one_line(result['refused'])}", name))
+        elif is_timed(result) and not result.get("queued", True):
+            said.append(("waits for the device, so its time includes the host's", name))
+    names: dict[str, dict[str, None]] = {}
+    for text, name in said:
+        names.setdefault(text, {})[name] = None
+    return "\n".join(f"- {', '.join(found)}: {text}." for text, found in names.items())
+
+
+def provider_table(
+    document: Document, first: str, cell: Callable[[Result], str], more: dict[str, Callable[[Result], str]]
+) -> str:
+    """One row per case and one column per provider; the fastest is bold. ``more`` has columns of our default."""
+    cases = results_by_case(document)
+    names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
+    rows = []
+    for case, results in cases.items():
+        ratios = {name: shown(number(results.get(name), "ratio")) for name in names}
+        best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
+        cells = [cell(results[name]) if ratio != "-" else "-" for name, ratio in ratios.items()]
+        fastest = [ratio != "-" and float(ratio) == best for ratio in ratios.values()]
+        of_default = [column(results[OURS]) for column in more.values()]
+        rows.append([str(case), *(f"**{c}**" if f else c for c, f in zip(cells, fastest, strict=True)), *of_default])
+    return table([first, *names, *more], rows)
+
+
+def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
+    """Every case in which an eager call of another provider is faster than this project's fastest."""
+    rows = []
+    for case, results in cases.items():
+        eager = [(number(result, "microseconds_eager"), name) for name, result in results.items()]
+        others = [(us, name) for us, name in eager if us is not None and not is_ours(name)]
+        fastest = min((us for us, name in eager if us is not None and name in (OURS, IN_FORWARD)), default=None)
+        if others and (fastest is None or min(others)[0] < fastest):
+            us, name = min(others)
+            rows.append(f"{case} ({name} {shown(us)} / {shown(fastest)})")
+    said = "; ".join(rows) or "none"
+    return f"Eager calls in us, where another provider's is faster than this project's fastest: {said}."
+
+
+def logits_part(document: Document, commit: str | None = None) -> str:
+    """Every provider's time over the copy's, and this project's eager call and memory."""
+    ours = [result for result in document["results"] if is_ours(result["provider"]) and "ratio_spread" in result]
+    spread = max(((r["ratio_spread"][1] - r["ratio_spread"][0]) / r["ratio"] for r in ours), default=0.0)
+    title = f"This project's ratios vary by {100 * spread:.1f} % or less. Time / copy:"
+    more = {"eager us": lambda r: shown(number(r, "microseconds_eager")), "extra B/row": per_row}
+    every = provider_table(document, "tokens x vocabulary", lambda r: shown(r["ratio"]), more)
+    return with_host(document, commit, title, every, faster_eagerly(results_by_case(document)), notes(document))
+
+
+def linear_part(document: Document, commit: str | None = None) -> str:
+    """Every provider's time over the matmuls' and its memory, and this project's time."""
+
+    def cell(result: Result) -> str:
+        return f"{result['ratio']:.3f}, {gib(result['peak_bytes'])}"
+
+    every = provider_table(document, "case", cell, {"ms": lambda result: f"{result['ms']:.2f}"})
+    return with_host(document, commit, "Time / matmuls and extra GiB:", every, notes(document))
+
+
+def few_part(document: Document, commit: str | None = None) -> str:
+    """Microseconds of a CUDA graph's replay of each provider and of the copy."""
+    cases = results_by_case(document)
+    every = dict.fromkeys(result["provider"] for result in document["results"])
+    times = {(c, name): number(cases[c].get(name), "microseconds_graph") for c in cases for name in every}
+    names = [name for name in every if any(times[case, name] is not None for case in cases)]
+    rows = []
+    for case, results in cases.items():
+        copy = results[OURS]["microseconds_graph"] / results[OURS]["ratio_graph"]
+        cells = ("-" if us is None else f"{us:.1f}" for us in (copy, *(times[case, name] for name in names)))
+        rows.append([str(case), *cells])
+    header = ["tokens x vocabulary", "copy", *names]
+    return with_host(document, commit, "Microseconds of a CUDA graph's replay:", table(header, rows))
+
+
+def options_part(document: Document, commit: str | None = None) -> str:
+    """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
+    cases = {c: of for c, of in results_by_case(document).items() if c.vocabulary in OPTIONS_VOCABULARIES}
+    first, rows = next(iter(cases.values())), []
+    for name in dict.fromkeys(name for results in cases.values() for name in results):
+        plain = "none" if name.startswith(("none", "token")) else "mean"
+        found = [(results.get(name), results[plain]["ratio"]) for results in cases.values()]
+        cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
+        rows.append([name, *cells, per_row(first[name]) if name in first else "-"])
+    header = ["call", *(str(case).removeprefix("options").strip() for case in cases), "extra B/row"]
+    return with_host(document, commit, "", table(header, rows))
+
+
+def memory_part(document: Document, commit: str | None = None) -> str:
+    """Extra peak memory in GiB, one row per number of tokens."""
+    names = list(dict.fromkeys(result["provider"] for result in document["results"]))
+    rows = []
+    for case, results in results_by_case(document).items():
+        cells = [gib(results[n]["peak_bytes"]) if is_timed(results[n]) else "-" for n in names]
+        rows.append([str(case), gib(next(iter(results.values()))["gradient_bytes"]), *cells])
+    return with_host(document, commit, "", table(["extra GiB", "both gradients alone", *names], rows), notes(document))
+
+
+def profile_part(document: Document) -> str:
+    """One row per rank, in ms."""
+    rows = []
+    for rank, summary in enumerate(document["ranks"]):
+        names = ("step", "nccl", "nccl_overlapped", "nccl_exposed", "idle")
+        numbers = [*(summary[name] for name in names), *(summary["by_category"][name] for name in ("matmul", "loss"))]
+        rows.append([str(rank), *(f"{value / 1e3:.2f}" for value in numbers)])
+    header = ["rank", "step", "NCCL", "of it alongside other kernels", "exposed", "idle", "matmuls", "loss"]
+    title = f"{case_of(document['case'])}, medians of several steps, in ms:"
+    return with_host(document, None, title, table(header, rows))
+
+
+def cost(result: Result) -> str:
+    return f"{shown(result['ms'])} ms, {gib(result['peak_bytes'])} GiB"
+
+
+def step_tables(document: Document) -> list[str]:
+    """One table for all cases that have the same providers: time with its quartiles, and memory."""
+
+    def cell(result: Result) -> str:
+        lower, upper = map(shown, result["ms_quartiles"])
+        return f"{shown(result['ms'])} ({lower}-{upper}), {gib(result['peak_bytes'])}"
+
+    groups: dict[tuple[str, ...], dict[str, dict[str, Result]]] = {}
+    for case, results in results_by_case(document).items():
+        groups.setdefault(tuple(results), {})[case] = results
+    return [
+        table(["", *cases], [[name, *(cell(results[name]) for results in cases.values())] for name in names])
+        for names, cases in groups.items()
+    ]
+
+
+def steps_part(document: Document) -> str:
+    title = "Milliseconds (quartiles), and GiB of new memory at the peak:"
+    return with_host(document, None, title, *step_tables(document))
+
+
+def objective_part(document: Document) -> str:
+    """The time of each call over that of the three products, and its memory."""
+
+    def cell(result: Result) -> str:
+        return f"{result['ratio']:.2f}, {gib(result['peak_bytes'])}" if is_timed(result) else "-"
+
+    cases = results_by_case(document)
+    rows = [[name, *(cell(results[name]) for results in cases.values())] for name in next(iter(cases.values()))]
+    every = table(["tokens x D x V", *cases], rows)
+    return with_host(document, None, "Time over the products, and GiB of new memory at the peak:", every)
+
+
+def losses_part(document: Document) -> str:
+    """Losses over logits in copies of them, and alongside the call without the last option; then those of heads."""
+    cases = {case: results for case, results in results_by_case(document).items() if case.count(" x ") == 1}
+    rows = []
+    for name in next(iter(cases.values())):
+        base = name.rpartition(", ")[0]
+        cells, memory = [], []
+        for case, results in cases.items():
+            of_gpu = [each.get("queued", True) for each in (results[name], results.get(base, {}))]
+            cell = f"{results[name]['ratio']:.2f}" + ("" if of_gpu[0] else " (host)")
+            if base in results and all(of_gpu):
+                cell += f" ({100 * (results[name]['ms'] / results[base]['ms'] - 1):+.1f} %)"
+            cells.append(cell)
+            memory.append(f"{results[name]['peak_bytes'] / int(case.partition(' ')[0]):.0f}")
+        rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
+    title = "Time over a copy of the logits, and over the same call without the last option:"
+    every = table(["call", *cases, "bytes per row"], rows)
+    heads = step_tables(document | {"results": [each for each in document["results"] if each["case"] not in cases]})
+    return with_host(document, None, title, every, "Heads, in ms and GiB:", *heads)
+
+
+class Comparison(NamedTuple):
+    """``in_forward`` alongside another mode that may run in its place."""
+
+    case: Case
+    other: str
+    us: float  # of in_forward
+    ratio: float  # over the other's time; over that of the default and a scale
+    is_slower: bool
+
+
+def comparisons(document: Document) -> list[Comparison]:
+    """Every case, once for each other mode that was timed in it."""
+    found = []
+    for case, results in results_by_case(document).items():
+        timed = {name: result for name, result in results.items() if is_timed(result)}
+        if (chosen := timed.pop(IN_FORWARD, None)) is None:
+            continue
+        least, us = (1e3 * float(ms) for ms in (chosen.get("ms_quartiles", [chosen["ms"]])[0], chosen["ms"]))
+        for name, result in timed.items():
+            other = 1e3 * result["ms"] + SCALE_US * (name == OURS)
+            found.append(Comparison(case, name, us, us / other, least > NOISE * other))
+    return found
+
+
+def slower_modes(document: Document) -> list[str]:
+    """One line per case in which ``in_forward`` is slower than another mode: than the fastest of them."""
+    found = [each for each in comparisons(document) if each.is_slower]
+    worst = [max(of_case, key=lambda each: each.ratio) for _, of_case in groupby(found, key=lambda each: each.case)]
+    return [f"slower: {each.case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}" for each in worst]
+
+
+def modes_part(document: Document, commit: str | None = None) -> str:
+    """In how many cases ``in_forward`` is slower than each other mode, and by how much at most."""
+    lines, every = [], comparisons(document)
+    _, one_pass = BY_NAME
+    for other, what in ((OURS, f"the default and {SCALE_US} us"), (one_pass, '`impl="one_pass"`')):
+        found = [each for each in every if each.other == other]
+        count, worst = sum(each.is_slower for each in found), max(found, key=lambda each: each.ratio)
+        lines.append(
+            f"- `in_forward` is slower than {what} in {count} of {len(found)} cases. The largest ratio is "
+            f"{worst.ratio:.2f}, of {worst.case}."
+        )
+    return with_host(document, commit, "", "\n".join(lines))
+
+
+def compared(old: Document, new: Document) -> str:
+    """The ratios of both runs, case by case."""
+    lines = [f"{'case':38} {'provider':32} {'old':>7} {'new':>7} {'difference':>10}"]
+    before = results_by_case(old)
+    for case, results in results_by_case(new).items():
+        for name, result in results.items():
+            was, ratio = (number(each, "ratio") for each in (before.get(case, {}).get(name), result))
+            cells = ["-" if each is None else f"{each:.3f}" for each in (was, ratio)]
+            change = f"{100 * (ratio / was - 1):+.1f} %" if was and ratio else "-"
+            lines.append(f"{case!s:38} {name:32} {cells[0]:>7} {cells[1]:>7} {change:>10}")
+    return "\n".join(lines)
+
+
+def beside_baseline(document: Document, suffix: str) -> str:
+    """Each call's time over that of another checkout in the same rounds: the median, and its range."""
+    rows = []
+    for result in document["results"]:
+        found = [result.get(field) for field in ("over_baseline", "over_baseline_eager")]
+        cells = ["-" if each is None else "{:.3f} ({:.3f}-{:.3f})".format(*each) for each in found]
+        if not result["provider"].endswith(suffix):
+            rows.append([str(case_of(result)), result["provider"], *cells])
+    return table(["case", "call", "time / baseline", "eager"], rows)

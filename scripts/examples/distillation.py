@@ -25,8 +25,8 @@ from vocab_parallel_ce import Head, distillation_loss, linear_distillation_loss,
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
+from bench_lib.clock import joined_ranks  # noqa: E402
 from bench_lib.documents import host_description, write_document  # noqa: E402
-from bench_lib.timing import joined_ranks  # noqa: E402
 from lm.data import IGNORE_INDEX, TokenIds, even_offsets, load_token_ids, random_offsets, windows  # noqa: E402
 from lm.model import LanguageModel, Settings  # noqa: E402
 from lm.training import MAX_GRADIENT_NORM, rate_schedule  # noqa: E402

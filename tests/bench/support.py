@@ -1,4 +1,4 @@
-"""The benchmark without a GPU: its modules, a timer that is told its times, and made-up documents."""
+"""The benchmark without a GPU: its modules, a timer that is told its times, and made-up results."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.nn import functional
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from bench_lib import cases, measure, providers, timing  # noqa: E402
+from bench_lib import cases, clock, measure, providers, subjects  # noqa: E402
 
 # Few calls are enough for these tests.
 cases.MOST_BUFFERS, cases.MOST_EAGER_CALLS = 4, 20
@@ -18,10 +18,10 @@ TRITON, ONE_PASS = cases.BY_NAME
 KNOWN = [each for each in providers.PROVIDERS if each.takes == "logits"]
 LOGITS = cases.Case("none", 96, 40, 1, dtype="float32")
 HEAD = cases.Case("mean", 48, 64, 1, 32, "float32")
-ALONE = timing.Ranks(0, 1, None, "cpu")
+ALONE = clock.Ranks(0, 1, None, "cpu")
 
 
-class ScriptedTimer(timing.CpuTimer):
+class ScriptedTimer(clock.CpuTimer):
     """Runs what it is handed; the yardstick takes 2 ms and others as told, round by round, or 3 ms."""
 
     def __init__(self, times: dict[str, list[float]] | None = None) -> None:
@@ -30,7 +30,7 @@ class ScriptedTimer(timing.CpuTimer):
         self.order: list[str] = []
         self.is_timing = False
 
-    def queued(self, name: str, run: Callable, prepare: Callable = timing.nothing) -> float:
+    def queued(self, name: str, run: Callable, prepare: Callable = clock.nothing) -> float:
         """As if the first attempt's sleep had been too short for the host."""
         for _ in range(2):
             prepare()
@@ -41,7 +41,7 @@ class ScriptedTimer(timing.CpuTimer):
         self.order.append(name)
         return series[(self.order.count(name) - 1) % len(series)]
 
-    def eager(self, name: str, run: Callable, prepare: Callable = timing.nothing) -> float:
+    def eager(self, name: str, run: Callable, prepare: Callable = clock.nothing) -> float:
         return self.queued(f"eager {name}", run, prepare)
 
     def was_queued(self, name: str) -> bool:
@@ -58,7 +58,7 @@ class ScriptedTimer(timing.CpuTimer):
 def measured(names, timer=None, case=LOGITS, extra=(), graphs="ours", rounds=3):
     known = [each for each in providers.PROVIDERS if (each.takes == "head") == case.is_head]
     chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
-    subject = measure.subject_of(case, ALONE, rounds)
+    subject = subjects.subject_of(case, ALONE, rounds)
     return {each["provider"]: each for each in measure.measure(subject, chosen, timer or ScriptedTimer(), graphs)}
 
 
@@ -72,22 +72,10 @@ def eager(logits, labels, reduction, group):
 
 
 def result(provider, ratio, case=LOGITS, **changes):
-    numbers = {"ratio": ratio, "ratio_spread": [ratio, ratio], "queued": True}
-    if case.is_head:
-        numbers |= {"ms": 20 * ratio, "peak_bytes": 2**31}
-    else:
-        numbers |= {"ms": 0.04 * ratio, "microseconds_eager": 50.0 * ratio, "peak_bytes": 16.25 * case.tokens}
-        numbers |= {"microseconds_graph": 41.0 * ratio, "ratio_graph": 1.1 * ratio}
-    return case._asdict() | {"provider": provider} | numbers | changes
+    return case._asdict() | {"provider": provider, "ratio": ratio, "ms": 20 * ratio, "peak_bytes": 2**31} | changes
 
 
-def refusal(provider, why, case=LOGITS):
-    return case._asdict() | {"provider": provider, "refused": why}
-
-
-def document(*results, gpus=1):
-    host = {"gpu": "Imaginary GPU", "gpus_used": gpus, "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
-    host |= {"python": "3.12.3", "commit": "0123456789abcdef"}
-    host["packages"] = {"quack-kernels": "0.6.5"}
-    absent = {"flash-attn": "not installed: No module named 'flash_attn'"}
-    return {"host": host, "finished": True, "absent": absent, "results": list(results)}
+def document(*results):
+    host = {"gpu": "Imaginary GPU", "gpus_used": 1, "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
+    host |= {"python": "3.12.3", "commit": "0123456789abcdef", "packages": {}}
+    return {"host": host, "finished": True, "absent": {}, "results": list(results)}

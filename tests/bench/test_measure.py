@@ -1,16 +1,13 @@
 """How the benchmark measures: what it checks, what it times, and the arithmetic of its numbers."""
 
 import json
-import os
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.bench import support
 from tests.bench.support import (
+    ALONE,
     EAGER,
     HEAD,
     IN_FORWARD,
@@ -26,8 +23,8 @@ from tests.bench.support import (
 from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce.integrations import torchtitan
 
-from bench_lib import cases, frameworks, measure, oracle, peers, providers, timing  # isort: skip
-from bench_lib.rows import Row  # isort: skip
+from bench_lib import cases, clock, frameworks, measure, oracle, providers, subjects  # isort: skip
+from bench_lib.calls import Row  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -75,21 +72,21 @@ def test_each_call_has_fresh_logits_that_are_no_leaf_and_that_no_call_has_overwr
 
 
 def test_nothing_is_made_while_time_is_taken(monkeypatch):
-    timer, made, make = ScriptedTimer(), [], measure.as_produced
-    monkeypatch.setattr(measure, "as_produced", lambda b: made.append(timer.is_timing) or make(b))
+    timer, made, make = ScriptedTimer(), [], subjects.as_produced
+    monkeypatch.setattr(subjects, "as_produced", lambda b: made.append(timer.is_timing) or make(b))
     measured(RIGHT, timer, graphs="none")
     assert len(made) > 100 and not any(made)
 
 
 def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that_is_there(monkeypatch):
-    subject = measure.subject_of(LOGITS, support.ALONE, 3)
+    subject = subjects.subject_of(LOGITS, ALONE, 3)
     operands, copy = subject.operands(4, fresh=False), subject.yardstick()
     subject.buffers[3].fill_(7.0)
     copy(operands[3])
     changed = [i for i, buffer in enumerate(subject.buffers) if not torch.equal(buffer, subject.source)]
     far = 3 + len(subject.buffers) // 2
     assert changed == [3, far] and torch.equal(subject.buffers[far], subject.buffers[3])
-    linear, shapes = measure.subject_of(HEAD, support.ALONE, 3), []
+    linear, shapes = subjects.subject_of(HEAD, ALONE, 3), []
     matmuls, mm = linear.yardstick(), torch.mm
     monkeypatch.setattr(torch, "mm", lambda *given, out: shapes.append(out.shape) or mm(*given, out=out))
     matmuls(linear.inputs)
@@ -111,15 +108,6 @@ def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be
     assert OURS in timer.order and "other" not in timer.order
     with pytest.raises(RuntimeError, match="none 96 x 40 fp32: other: wrong: gradient"):
         other(wrong, is_ours=True)
-
-    def unweighted(logits, labels, reduction, group):
-        return eager(logits, labels, "none", group)
-
-    mean = LOGITS._replace(kind="mean")
-    assert "refused" in other(unweighted, case=mean)
-    assert (
-        other(unweighted, case=mean, returns=Row("cross_entropy", {"reduction": "none"}))["errors"]["gradient"] < 1e-6
-    )
 
     def over_all_labels(hidden, weight, labels, reduction, group):
         return functional.cross_entropy(hidden @ weight.T, labels, reduction="sum") / labels.numel()
@@ -153,7 +141,7 @@ def test_what_a_provider_raises_is_why_it_is_refused():
 
 @pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])
 def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, reduction, monkeypatch):
-    subject = measure.subject_of(LOGITS._replace(kind=reduction), support.ALONE, 3)
+    subject = subjects.subject_of(LOGITS._replace(kind=reduction), ALONE, 3)
     (provider,) = providers.chosen(name, KNOWN)
     backward, before_backward = torch.autograd.grad, []
 
@@ -168,77 +156,11 @@ def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, re
     assert provider.gradient == ("in_forward" if name == IN_FORWARD else "in_backward")
 
 
-def test_every_row_says_its_mode_or_its_logits():
-    """F.linear and this loss was in_forward for means alone, PyTorch's of fp32 logits in some tables alone."""
-    for known in (providers.PROVIDERS, frameworks.FRAMEWORK_PROVIDERS, frameworks.COMPILE_PROVIDERS):
-        for each in known:
-            if each.distribution == "torch" and not each.name.startswith("F.linear"):
-                assert each.name.endswith(("(logits.float())", "(16-bit logits)")), each.name
-    unfused = {each.name: each.gradient for each in providers.PROVIDERS if each.is_ours and "F.linear" in each.name}
-    assert unfused == {cases.UNFUSED: "auto", cases.UNFUSED_IN_FORWARD: "in_forward"}
-    half, labels = torch.ones(4, 4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-    for loss_of, dtype in ((peers.eager_linear, torch.float32), (peers.eager_linear_16, torch.bfloat16)):
-        assert loss_of(half, half, labels, "mean", None).dtype == dtype
-    assert peers.eager(half, labels, "mean", None).dtype == torch.float32
-
-
-def test_quack_tunes_as_it_does_by_default():
-    calls = []
-
-    def chunked(hidden, weight, labels, chunk, **options):
-        calls.append((chunk, options))
-        return functional.cross_entropy(functional.linear(hidden, weight), labels)
-
-    quack = SimpleNamespace(linear_cross_entropy_func=None, chunked_linear_cross_entropy=chunked)
-    for given in ({}, {"use_scaled_exp": False}):
-        loss = peers.quack_linear(quack, **given)
-        loss(torch.ones(8, 4096), torch.ones(16, 4096), torch.zeros(8, dtype=torch.int64), "mean", None)
-    assert calls == [(2048, {"reduction": "mean"}), (4096, {"reduction": "mean", "use_scaled_exp": False})]
-
-
-def test_the_other_kernels_of_fla_core_are_asked_for_in_forward_and_backward(monkeypatch):
-    seen = []
-    monkeypatch.delenv("FLA_CE_GLUON", raising=False)
-
-    def loss_of(logits, labels, reduction, group):
-        logits.register_hook(lambda grad: seen.append(os.environ.get("FLA_CE_GLUON")))
-        seen.append(os.environ.get("FLA_CE_GLUON"))
-        return functional.cross_entropy(logits, labels, reduction=reduction)
-
-    measured((), extra=[provider_of(loss_of, "gluon", context=peers.in_gluon)], graphs="all")
-    assert seen and {*seen} == {"1"} and "FLA_CE_GLUON" not in os.environ
-
-
-def test_a_loss_in_triton_is_imported_without_the_compiled_part_of_its_package(tmp_path, monkeypatch):
-    root = tmp_path / "transformer_engine"
-    for name, text in {
-        "__init__.py": "raise OSError('libtransformer_engine.so is not there')",
-        "pytorch/__init__.py": "raise OSError('nor is this')",
-        "pytorch/triton/__init__.py": "raise OSError('nor this')",
-        "pytorch/triton/cross_entropy.py": "LOSS = 3",
-        "pytorch/cross_entropy.py": "import transformer_engine.pytorch.triton.cross_entropy as kernels\n"
-        "from transformer_engine.pytorch.jit import no_torch_dynamo\n"
-        "@no_torch_dynamo()\ndef parallel_cross_entropy():\n    return kernels.LOSS",
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("transformer_engine")}
-    try:
-        assert peers.engine.__wrapped__().parallel_cross_entropy() == 3
-    finally:
-        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
-def test_both_ways_are_timed_by_default_and_absent_providers_say_why():
-    default = [provider.name for provider in providers.chosen(None, KNOWN)]
-    assert default[:2] == [OURS, IN_FORWARD] and not {*cases.BY_NAME} & {*default}
-    assert measured((IN_FORWARD,))[IN_FORWARD]["refused"].startswith("in_forward is for reduced losses")
+def test_absent_providers_say_why():
     by_name = {provider.name: provider for provider in KNOWN}
     assert by_name[EAGER].absent(2) == "needs the whole vocabulary on one rank"
     assert by_name[SHARDED].absent(1) == "needs several ranks" and by_name[OURS].absent(1) is None
+    assert measured((IN_FORWARD,))[IN_FORWARD]["refused"].startswith("in_forward is for reduced losses")
     with pytest.raises(ValueError, match="providers: expected all or some of .*got 'torch'"):
         providers.chosen("torch", KNOWN)
 
@@ -258,7 +180,7 @@ def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
 
 def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
     sleeps, host_of, events = [], {"a": lambda sleep: 0.03, "waits": lambda sleep: sleep + 0.002}, []
-    timer = timing.CpuTimer(ranks=1)
+    timer = clock.CpuTimer(ranks=1)
 
     def queued(name, *given):
         def times(run, sleep):
@@ -272,16 +194,16 @@ def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
     # The first time includes the host's.
     assert queued("a", lambda: events.append("run"), lambda: events.append("prepare")) == 2.0
     assert timer.was_queued("a") and sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
-    queued("waits", timing.nothing)
-    assert not timer.was_queued("waits") and max(sleeps) <= timing.LONGEST_SLEEP_SECONDS
+    queued("waits", clock.nothing)
+    assert not timer.was_queued("waits") and max(sleeps) <= clock.LONGEST_SLEEP_SECONDS
 
 
 def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
     (torch_eager,) = providers.chosen(EAGER, KNOWN)
 
     def found(other):
-        monkeypatch.setattr(timing.Ranks, "gathered", lambda ranks, own: [own, other])
-        return measure.attempt(measure.subject_of(LOGITS, support.ALONE, 3), torch_eager, ScriptedTimer())
+        monkeypatch.setattr(clock.Ranks, "gathered", lambda ranks, own: [own, other])
+        return measure.attempt(subjects.subject_of(LOGITS, ALONE, 3), torch_eager, ScriptedTimer())
 
     assert found(("out of memory", {})) == {"refused": "out of memory"}
     assert found((None, {"peak_bytes": 960}))["peak_bytes"] == 960
@@ -290,7 +212,7 @@ def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
 def refused_by_one(rank, group):
     """What the ranks say of a loss that only rank 1 finds wrong."""
 
-    class Subject(measure.LogitsSubject):
+    class Subject(subjects.LogitsSubject):
         def check(self, provider):
             found = super().check(provider)
             if rank == 1:
@@ -298,9 +220,9 @@ def refused_by_one(rank, group):
             return found
 
     case = cases.Case("none", 96, 40, 2, dtype="float32")
-    subject = Subject(case, timing.Ranks(rank, 2, group, "cpu"), case.effort(1))
+    subject = Subject(case, clock.Ranks(rank, 2, group, "cpu"), case.effort(1))
     (loss_parallel,) = providers.chosen(SHARDED, KNOWN)
-    return measure.attempt(subject, loss_parallel, timing.CpuTimer(ranks=2))
+    return measure.attempt(subject, loss_parallel, clock.CpuTimer(ranks=2))
 
 
 @in_ranks((2,), (), ())
@@ -317,7 +239,7 @@ def test_a_row_whose_gradient_cancels_counts_as_zero():
 
 def computed_here(rank, group):
     """Each of torchtitan's providers of the page, and whether this project computed its call."""
-    subject = measure.subject_of(cases.Case("frameworks", 8, 40, 2), timing.Ranks(rank, 2, group, "cpu"), 1)
+    subject = subjects.subject_of(cases.Case("frameworks", 8, 40, 2), clock.Ranks(rank, 2, group, "cpu"), 1)
     found = {}
     for provider in frameworks.FRAMEWORK_PROVIDERS:
         if provider.distribution == "torchtitan":
@@ -337,8 +259,8 @@ def test_a_framework_is_measured_without_and_with_this_project(rank_pool, impl):
 
 
 def times_of(rank, group):
-    timer, case = timing.CpuTimer(ranks=2), cases.Case("none", 96, 40, 2, dtype="float32")
-    subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
+    timer, case = clock.CpuTimer(ranks=2), cases.Case("none", 96, 40, 2, dtype="float32")
+    subject = subjects.subject_of(case, clock.Ranks(rank, 2, group, "cpu"), 1)
     subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
     results = measure.measure(subject, providers.chosen(f"{OURS},{SHARDED}", KNOWN), timer)
     return timer.slowest(3.0 + rank, 9.0 - rank), [result["ms"] for result in results]

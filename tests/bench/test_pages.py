@@ -1,69 +1,156 @@
-"""The tables between markers: what they say of made-up documents of steps, and what is refused."""
+"""The pages are those of the committed documents, their numbers are compared rightly, and what is refused."""
+
+import json
+import shutil
 
 import pytest
 
-from tests.bench.support import OURS, document
+from tests.bench.support import EAGER, IN_FORWARD, ONE_PASS, OURS, SCRIPTS, TRITON, document, result
 
-from bench_lib import pages, where  # isort: skip
+import bench  # isort: skip
+from bench_lib import cases, documents, overview, pages, pictures, tables  # isort: skip
 
 pytestmark = pytest.mark.reference
 
-
-def provider(name, ms, gib, spread=0.0):
-    """Its quartiles are ``spread`` away; the copy takes 2 ms."""
-    quartiles = [ms - spread, ms + spread]
-    return {"provider": name, "ms": ms, "ratio": ms / 2, "ms_quartiles": quartiles, "peak_bytes": gib * 2**30}
+ROOT = SCRIPTS.parent
+MEAN, NONE = (cases.Case(kind, 8192, 32064, 1) for kind in ("mean", "none"))
+COMMITTED = documents.read_documents(documents.RESULTS)
 
 
-def steps(**cases):
-    found = [{"case": case.replace("_", " ")} | each for case, results in cases.items() for each in results]
-    return document() | {"results": found}
+def test_the_pages_and_the_pictures_are_those_of_the_documents():
+    assert bench.main(["report", "--check"]) == 0
+    assert "{{" not in (ROOT / "docs" / "performance.md").read_text()
 
 
-ROW = pages.Framework("[A](docs/a.md)", "`X.a()`", "tp 2, ", "a", "many tokens", "its own", OURS, ("fused", "absent"))
-SLOW, FAST = provider("its own", 52.3, 3.5, spread=4.0), provider(OURS, 50.1, 3.5, spread=4.0)
+def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "results"
+    shutil.copytree(documents.RESULTS, results)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    place = ["--root", str(tmp_path), "--results", str(results)]
+    for path in (results / "bench_table_1gpu.json", results / "bench_table_2gpu.json"):
+        content = json.loads(path.read_text())
+        for each in content["results"]:
+            if "ratio" in each:
+                each["ratio"] += 1
+        documents.write_document(content, path)
+    assert bench.main(["report", "--check", *place]) == 1
+    said = capsys.readouterr().out
+    for stale in ("performance.md", "README.md", pictures.RATIOS):
+        assert f"stale: {stale}; python scripts/bench.py report --write renews it" in said
+    assert bench.main(["report", "--write", *place]) == 0
+    assert bench.main(["report", "--check", *place]) == 0
+    assert (results / pictures.RATIOS).stat().st_size < 200_000
 
 
-def cells(monkeypatch, document, row=ROW):
-    monkeypatch.setattr(pages, "FRAMEWORKS", (row,))
-    return [cell.strip() for cell in pages.frameworks_block({"a": document}).splitlines()[2].strip("|").split("|")]
+def test_the_committed_documents_are_complete():
+    """Every case of the tables, each with every provider, and this project timed in each."""
+    for name, content in COMMITTED.items():
+        found = documents.results_by_case(content)
+        if "table" in name:
+            kinds = {case.kind for case in found}
+            assert len({(case.kind, frozenset(results)) for case, results in found.items()}) == len(kinds), name
+            command = "head" if name.startswith("linear") else "table"
+            assert set(cases.cases_of(command, content["host"]["gpus_used"])) == set(found), name
+            assert all(documents.is_timed(results[OURS]) for results in found.values()), name
 
 
-def test_a_row_has_time_and_memory_the_fused_peer_and_the_worst_of_what_it_loses(monkeypatch):
-    few = [provider("its own", 1.0, 1.0), provider(OURS, 1.25, 1.0), provider("fused", 1.1, 0.5)]
-    many = [provider("its own", 166, 17.81), provider(OURS, 142, 11.79), provider("fused", 158.4, 11.0)]
-    found = cells(monkeypatch, steps(few_tokens=few, many_tokens=many))
-    assert found[:4] == ["[A](docs/a.md)<br>`X.a()`", "tp 2, many tokens", "166 ms, 17.81 GiB", "142 ms, 11.79 GiB"]
-    assert found[4] == "fused: 158 ms, 11.00 GiB"
-    assert found[5] == "few tokens: 1.25 ms, its own 1.00<br>few tokens: 1.00 GiB, fused 0.50"
+def test_a_table_has_the_fastest_in_bold_and_says_who_is_refused_and_who_is_faster_eagerly():
+    said = tables.logits_part(
+        document(
+            result(OURS, 1.57, MEAN, microseconds_eager=78.5, peak_bytes=16.25 * 8192),
+            result(IN_FORWARD, 1.204, MEAN, microseconds_eager=60.2),
+            result("quack-kernels", 1.31, MEAN, microseconds_eager=50.0),
+            result(EAGER, 13.2, MEAN, queued=False, microseconds_eager=660.0),
+            result(OURS, 1.6, NONE, microseconds_eager=80.0, peak_bytes=16.25 * 8192),
+            NONE._asdict() | {"provider": "quack-kernels", "refused": "\x1b[91mwidth\x1b[0m | `odd`"},
+        )
+    )
+    assert f"| {MEAN} | 1.57 | **1.20** | 1.31 | 13.2 | 78.5 | 16.2 |" in said and f"| {NONE} | **1.60** | - |" in said
+    assert f"provider's is faster than this project's fastest: {MEAN} (quack-kernels 50.0 / 60.2)." in said
+    assert f"- {EAGER}: waits for the device" in said and "`width / 'odd'`" in said
 
 
-def test_times_whose_quartiles_meet_are_called_noise_and_nothing_is_lost(monkeypatch):
-    found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST]))
-    assert found[3:] == ["50.1 ms, 3.50 GiB: time within the noise", "-", "-"]
-    found = cells(monkeypatch, steps(many_tokens=[SLOW, provider(OURS, 40.0, 3.5)]))
-    assert found[3:] == ["40.0 ms, 3.50 GiB", "-", "-"]
+def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward():
+    linear = cases.Case("mean", 16384, 32064, 1, 4096)
+    of_table = [result(OURS, 1.57, MEAN), result(IN_FORWARD, 1.204, MEAN), result(OURS, 1.6, NONE)]
+    found = {"bench_table_1gpu": document(*of_table), "linear_table_1gpu": document(result(OURS, 1.0701, linear))}
+    of_cases = [{"case": case, "provider": "distillation, js", "ratio": r} for case, r in (("a", 2.75), ("b", 2.8))]
+    text = pages.targets_block(found | {"losses_1gpu": document(*of_cases)})
+    assert "| distillation, js, 1 GPU | <= 2.75 x copy | 2.750 (a), 2.800 (b) | **missed** |" in text
+    assert "| mean 8192 x 32064 bf16, 1 GPU, in_forward | <= 1.25 x copy | 1.204 | met |" in text
+    assert "| none 8192 x 32064 bf16, 1 GPU | <= 1.58 x copy | 1.6 | **missed** |" in text
+    assert "| mean 16384 x 32064 x 4096, 1 GPU | <= 1.07 x matmuls | 1.07 | **missed** |" in text
+    assert "| <= 0.5 GiB over an fp32 gradient of the weight | 1.511 | **missed** |" in text
+    assert text.startswith("1 of 35 targets are met.")
 
 
-def test_what_else_a_line_replaces_counts_too(monkeypatch):
-    pair = [provider("head", 77.2, 1.26), provider("head, installed", 49.7, 4.99)]
-    row = ROW._replace(pairs=(("head", "head, installed"),))
-    found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST, *pair]), row)
-    assert found[5] == "many tokens: 4.99 GiB, head 1.26"
+@pytest.mark.parametrize("in_forward, by_name, said", [(0.0510, 0.051, []), (0.0511, 0.050, [1.02]), (0.06, 0.03, [2])])
+def test_a_mode_is_compared_with_the_fastest_that_may_run_in_its_place(in_forward, by_name, said):
+    """A mode asked for by name must not be slower than the default. Two hundredths are noise."""
+    case = cases.Case("mean", 16, 128256, 1)
+    times = {OURS: 0.055, IN_FORWARD: in_forward, TRITON: by_name}
+    results = [result(name, 1.0, case, ms=ms) for name, ms in times.items()]
+    results.append(case._asdict() | {"provider": ONE_PASS, "refused": "rows of a width"})
+    assert tables.slower_modes(document(*results)) == [
+        f"slower: mean 16 x 128256 bf16: {IN_FORWARD} {1e3 * in_forward:.2f} us, {ratio:.2f} x {TRITON}"
+        for ratio in said
+    ]
 
 
-def test_a_row_of_few_rounds_is_not_in_readme_but_named_below(monkeypatch):
-    row = ROW._replace(name="[B](docs/b.md)", document="b")
-    monkeypatch.setattr(pages, "FRAMEWORKS", (ROW, row))
-    found = {name: steps(many_tokens=[SLOW, FAST]) for name in "ab"}
-    assert "| [B](docs/b.md)<br>" in pages.frameworks_block(found)
-    found["b"] |= {"rounds": 3}
-    text = pages.frameworks_block(found)
-    assert "| [A](docs/a.md)<br>" in text and "| [B]" not in text
-    assert text.endswith("(A). In fewer rounds, on their pages: [B](docs/b.md) (`X.a()`).")
+def test_where_a_line_loses_is_the_worst_beyond_the_quartiles():
+    def of(ms, gib, spread=0.0):
+        return {"ms": ms, "ms_quartiles": [ms - spread, ms + spread], "peak_bytes": gib * 2**30}
+
+    few = {"its own": of(1.0, 1.0), OURS: of(1.25, 1.0), "fused": of(1.1, 0.5)}
+    many = {"its own": of(52.3, 3.5, spread=4.0), OURS: of(53.1, 3.5, spread=4.0)}
+    compared = [("its own", OURS), ("fused", OURS)]
+    said = overview.where_it_loses(compared, {"few tokens": few, "many tokens": many})
+    assert said == "few tokens: 1.25 ms, its own 1.00<br>few tokens: 1.00 GiB, fused 0.50"
+    assert overview.where_it_loses(compared, {"many tokens": many}) == "-"
 
 
-def test_markers(tmp_path):
+def test_runs_are_compared_case_by_case(tmp_path, capsys):
+    old, new = document(result(OURS, 1.62, NONE)), document(result(OURS, 1.6, NONE), result(EAGER, 13.8, NONE))
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, content in zip(paths, (old, new), strict=True):
+        documents.write_document(content, path)
+    assert bench.main(["compare", *map(str, paths)]) == 0
+    lines = [line.split()[5:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [[OURS, "1.620", "1.600", "-1.2", "%"], [*EAGER.split(), "-", "13.800", "-"]]
+
+
+def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path):
+    path = tmp_path / "bench_table_1gpu.json"
+    changes = {"host.commit must name the commit": {"commit": None}, "gpus_used must be 1, got 2": {"gpus_used": 2}}
+    for match, changed in (*changes.items(), ("expected the document of a finished run", {})):
+        content = document(result(OURS, 1.5), result(f"{OURS}{cases.BASELINE}", 1.5))
+        documents.write_document(content, path)
+        assert len(documents.read_documents(tmp_path)[path.stem]["results"]) == 1  # none of a baseline
+        content["host"] |= changed
+        documents.write_document(content | {"finished": bool(changed)}, path)
+        with pytest.raises(ValueError, match=match):
+            documents.read_documents(tmp_path)
+    with pytest.raises(ValueError, match="expected one result of vocab_parallel_ce, got several"):
+        documents.results_by_case(document(result(OURS, 1.5), result(OURS, 1.6)))
+
+
+def test_documents_of_several_commits_or_few_rounds_are_refused_and_readme_names_the_fastest():
+    changed = {name: json.loads(json.dumps(each)) for name, each in COMMITTED.items()}
+    changed["linear_memory_1gpu"]["host"]["commit"] = "fedcba987654321"
+    with pytest.raises(ValueError, match="fedcba987654: linear_memory_1gpu"):
+        pages.with_parts("# a\n{{bench_table_1gpu}} {{linear_memory_1gpu}}", changed)
+    with pytest.raises(ValueError, match="numbers: expected 10 rounds or more, got objective_1gpu: 3"):
+        overview.numbers_block(changed | {"objective_1gpu": changed["objective_1gpu"] | {"rounds": 3}})
+    for each in changed["bench_table_2gpu"]["results"]:
+        if each["provider"] == "liger-kernel" and "ratio" in each:
+            each["ratio"] = 1.0
+    with pytest.raises(ValueError, match="README: none 16384 x 128256 bf16: expected the fastest of"):
+        overview.numbers_block(changed)
+
+
+def test_markers():
     made = {"a": lambda: "| new |", "b": lambda: "unused"}
     text = "x\n<!-- begin: a -->\nold\n<!-- end: a -->\ny\n"
     new = pages.with_blocks(text, made, "page.md")
@@ -72,31 +159,3 @@ def test_markers(tmp_path):
     for wrong, needed in ((text, ["b"]), (text * 2, []), (text.replace("end: a", "end: b"), []), ("", ["a"])):
         with pytest.raises(ValueError, match="page.md: expected"):
             pages.with_blocks(wrong, made, "page.md", needed)
-    with pytest.raises(ValueError, match="expected one begin and end of 'a', one of b"):
-        pages.with_blocks(text, {"b": made["b"]}, "page.md")
-
-
-def lanes_of(model):
-    document = {"gpu_count": 2, "gpu_model": model, "torch": "2.11.0+cu130", "triton": "3.6.0", "python": "3.12.3"}
-    none = {"passed": 0, "failed": 0, "skipped": 7}
-    lanes = {"cuda": none, "nccl": {"passed": 40, "failed": 1, "skipped": 2}}
-    frameworks = ["transformers 5.17.0: tested", "trl: not installed (tested with 1.16.0)", "verl 0.9.1: tested"]
-    return document | {"commit": "0123456789", "lanes": lanes, "frameworks": frameworks}
-
-
-def test_where_it_runs_says_what_ran_and_what_never_did():
-    documents = {"lanes_2gpu": lanes_of("NVIDIA H100 80GB HBM3")}
-    (row,) = where.lanes_block(documents).splitlines()[2:]
-    assert row.startswith("| 2 x H100 | 2.11.0 | 3.6.0 | 3.12.3 | nccl | 40 passed, 1 failed, 2 skipped | 0123456 |")
-    assert row.endswith("| `lanes_2gpu` | transformers 5.17.0, verl 0.9.1 |")
-    found = where.architectures_block('("hip:gfx950", "cuda:90", "cuda:120")', documents).splitlines()[2:]
-    assert [row.split(" | ")[0] for row in found] == ["| sm_90", "| sm_120", "| gfx950"]
-    assert [row.endswith("| never |") for row in found] == [False, True, True] and "yes: H100 |" in found[0]
-    with pytest.raises(ValueError, match="^ARCHITECTURES: expected the GPUs of gfx999 too"):
-        where.architectures_block('"hip:gfx999"', documents)
-
-
-def test_where_it_runs_takes_documents_of_gpus_alone(tmp_path):
-    (tmp_path / "lanes_cpu.json").write_text('{"gpu_model": null}')
-    (tmp_path / "lanes_1gpu.json").write_text('{"gpu_model": "NVIDIA H200"}')
-    assert list(where.lanes(tmp_path)) == ["lanes_1gpu"]

@@ -11,44 +11,33 @@ from typing import Any
 
 from bench_lib.cases import Case
 from bench_lib.documents import Document, is_ours, name_of, results_by_case
-from bench_lib.report import GIB, PICTURE, gpus, number, providers_of
-from bench_lib.tables import shown
+from bench_lib.tables import GIB, gpus, number, providers_of, shown
 
-SHAPES = (("mean", 4096, 128256, 1), ("none", 4096, 128256, 1), ("none", 16384, 128256, 2))
-CASES = [Case(*shape) for shape in SHAPES]
+RATIOS = "bench_speed.png"
+CASES = [Case("mean", 4096, 128256, 1), Case("none", 4096, 128256, 1), Case("none", 16384, 128256, 2)]
 LONGEST_BAR = 6.5
 LIMITS = {"mean": 1.0, "none": 1.5}  # one read and one write; two reads and one write
 STEPS = ("frameworks_2gpu", "megatron_2gpu", "transformers_step_1gpu")  # whose picture a page shows
 Shown = dict[str, Any]  # case and provider, and what is drawn of it
-Draw = Callable[[Any, Shown], Any]
 
 
-def pictures(documents: dict[str, Document]) -> dict[str, tuple[Shown, Draw]]:
-    """What each picture shows, and what draws it, by file name."""
-    found: dict[str, tuple[Shown, Draw]] = {PICTURE: (_ratios(documents), _draw_ratios)}
-    for name in STEPS:
-        if name in documents:
-            found[f"{name}.png"] = (_steps(documents[name]), _draw_steps)
-    return found
-
-
-def _ratios(documents: dict[str, Document]) -> Shown:
-    """Time over copy of each provider, a panel per case."""
+def pictures(documents: dict[str, Document]) -> dict[str, tuple[Shown, Callable[[Any, Shown], Any]]]:
+    """What each picture shows, and what draws it, by file name: time over copy, or milliseconds and GiB."""
     panels = {}
     for case in CASES:
         results = results_by_case(documents[name_of("table", case.ranks)])[case]
         ratios = {name: number(results[name], "ratio") for name in providers_of({case: results})}
-        title = f"{case}, {gpus(case.ranks)}"
-        panels[title] = {"floor": LIMITS[case.kind], "bars": {n: r for n, r in ratios.items() if r is not None}}
-    return panels
-
-
-def _steps(document: Document) -> Shown:
-    """Milliseconds and GiB of each provider and case."""
-    return {
-        case: {name: [each["ms"], (each["peak_bytes"] or 0) / GIB] for name, each in results.items() if "ms" in each}
-        for case, results in results_by_case(document).items()
+        bars = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+        panels[f"{case}, {gpus(case.ranks)}"] = {"floor": LIMITS[case.kind], "bars": bars}
+    steps = {
+        f"{name}.png": {
+            case: {n: [each["ms"], (each["peak_bytes"] or 0) / GIB] for n, each in results.items() if "ms" in each}
+            for case, results in results_by_case(documents[name]).items()
+        }
+        for name in STEPS
+        if name in documents
     }
+    return {RATIOS: (panels, _draw_ratios)} | {name: (shown_here, _draw_steps) for name, shown_here in steps.items()}
 
 
 def digest(shown_here: Shown) -> str:
@@ -69,12 +58,11 @@ def draw_all(documents: dict[str, Document], folder: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    renewed = {path.name for path in stale(documents, folder)}
-    for name, (shown_here, draw) in pictures(documents).items():
-        if name in renewed:
-            figure = draw(pyplot, shown_here)
-            figure.savefig(folder / name, dpi=100, metadata={"Source": digest(shown_here)})
-            pyplot.close(figure)
+    for path in stale(documents, folder):
+        shown_here, draw = pictures(documents)[path.name]
+        figure = draw(pyplot, shown_here)
+        figure.savefig(path, dpi=100, metadata={"Source": digest(shown_here)})
+        pyplot.close(figure)
 
 
 def _draw_ratios(pyplot: Any, panels: Shown) -> Any:
@@ -83,7 +71,7 @@ def _draw_ratios(pyplot: Any, panels: Shown) -> Any:
         bars = dict(reversed(panel["bars"].items()))
         colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
         drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
-        axes.bar_label(drawn, [shown("ratio", ratio) for ratio in bars.values()], padding=3, fontsize=8)
+        axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)
         axes.axvline(panel["floor"], color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(0, LONGEST_BAR * 1.15)
         axes.set_title(title, fontsize=9)
@@ -99,8 +87,7 @@ def _draw_steps(pyplot: Any, cases: Shown) -> Any:
     size = 12, 1 + max(0.9, 0.14 * len(providers)) * len(cases)
     figure, axes = pyplot.subplots(1, 2, figsize=size, layout="constrained")
     height = 0.85 / len(providers)
-    labels = ("step, ms", "new memory at the peak, GiB")
-    for which, (axis, label) in enumerate(zip(axes, labels, strict=True)):
+    for which, (axis, label) in enumerate(zip(axes, ("step, ms", "new memory at the peak, GiB"), strict=True)):
         axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
         for index, provider in enumerate(providers):
             values = [results[provider][which] if provider in results else math.nan for results in cases.values()]
