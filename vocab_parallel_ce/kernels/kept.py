@@ -38,7 +38,7 @@ from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats
 @triton.jit
 def kept_columns(kept, row, lane, live, sizes, shard_start):
     """Return the columns of a row's ids; which of them this rank has, of equal ones the first; which are outside."""
-    at = given_columns(kept, None, None, row, lane, sizes, shard_start)
+    at = given_columns(kept, row, lane, sizes, shard_start)
     is_first = lane >= 0
     for i in range(sizes.k - 1):
         earlier = tl.load(kept + row * sizes.k + i).to(tl.int64) - shard_start
@@ -160,7 +160,7 @@ def launchers(options: LossOptions, shard: VocabShard) -> Launchers:
 
 
 def _sizes(k: int, shard: VocabShard) -> IdsSizes:
-    return IdsSizes(k, k, shard.n_valid, shard.vocab_size, NO_ID)
+    return IdsSizes(k, shard.n_valid, shard.vocab_size, NO_ID)
 
 
 @cache_launches
