@@ -49,7 +49,6 @@ class Settings(NamedTuple):
     hard_weight: float = 0.0
     outputs: tuple[str, ...] = ()
     n_ids: int = 0  # given ids per token; labels have none
-    n_known: int = 0  # how many of them have a rest
     negated: bool = False  # log-probabilities in place of losses
     reduction: Reduction = "mean"
     gradient: GradientMode = "auto"

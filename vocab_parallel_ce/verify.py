@@ -43,6 +43,8 @@ class Report(NamedTuple):
 is_on = environment.switch(environment.VERIFY)
 # Of this thread: the group and the device of a call of several ranks, until they have this rank's report.
 pending: ContextVar[tuple[Any, torch.device | None] | None] = ContextVar("pending", default=None)
+# What a function adds to that report.
+_others: ContextVar[dict[str, Any] | None] = ContextVar("others", default=None)
 
 
 @contextmanager
@@ -97,6 +99,7 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         raise
     finally:
         pending.set(None)
+        _others.set(None)
 
 
 def _group_and_device(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
@@ -154,6 +157,11 @@ def compare_call(
     compare(report)
 
 
+def also(facts: dict[str, Any]) -> None:
+    """Add facts to the report of the pending call, in place of its own of the same names."""
+    _others.set(facts)
+
+
 def compare_logits(name: str, logits: Tensor, shard: VocabShard, vocab_size: Any, **arguments: Any) -> None:
     """Raise the same ValueError on every rank unless logits, shards and arguments of the pending call fit together."""
     facts = {"call": name, "logits.shape[:-1]": tuple(logits.shape[:-1]), "logits.dtype": logits.dtype, **arguments}
@@ -175,7 +183,8 @@ def compare(report: Report) -> None:
     call = None if torch.compiler.is_dynamo_compiling() else pending.get()
     if call is None:
         return
-    facts = {name: _shown(fact) if isinstance(fact, Tensor) else fact for name, fact in report.facts.items()}
+    facts = report.facts | (_others.get() or {})
+    facts = {name: _shown(fact) if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
     checksums = {name: _shown(ids) for name, ids in report.ids.items()}
     error = None if report.error is None else (type(report.error).__name__, str(report.error))
     sent = report._replace(facts=facts, error=error, ids=checksums)

@@ -97,7 +97,7 @@ def test_the_modules_take_the_options_of_the_functions():
 
 
 TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
-DERIVED = {"n_ids", "n_known", "negated"}  # from labels, a teacher, or the function
+DERIVED = {"n_ids", "negated"}  # from labels, a teacher, or the function
 OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
 ABSENT = {  # fields of Settings and HeadSettings that a function has no parameter for
     package.vocab_parallel_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},

@@ -9,6 +9,7 @@ from tests.refusals.logits import TEMPERATURES
 from tests.refusals.rows import Row, Table
 from vocab_parallel_ce import linear_objective
 
+IDS = torch.stack([LABELS, LABELS], -1)
 PARAMETER = torch.tensor(2.0, requires_grad=True)
 OBJECTIVES = {
     "right": lambda log_probs, advantage: -advantage * log_probs,
@@ -23,6 +24,8 @@ OBJECTIVES = {
     "other names": lambda log_probs: log_probs,
     "more names": lambda log_probs, advantage, old: log_probs,
     "wrong itself": lambda log_probs, advantage: advantage + None,
+    "of each id": lambda log_probs, advantage: log_probs * 1,
+    "mixed ids": lambda log_probs, advantage: log_probs.sum(-1) - log_probs.mean(),
     "mixed": lambda log_probs, advantage: log_probs - log_probs.mean(),
 }
 
@@ -54,7 +57,7 @@ RETURNED: list[Row] = [
 ]
 OF_TOKENS = r"tokens\['advantage'\]: "
 TOKENS: list[Row] = [
-    ({"advantage": torch.ones(6)}, ValueError, OF_TOKENS + r"shape must be that of the labels, \(2, 3\), got \(6,\)"),
+    ({"advantage": torch.ones(6)}, ValueError, OF_TOKENS + r"shape must be that of the tokens, \(2, 3\), got \(6,\)"),
     ({"advantage": [1.0] * 6}, TypeError, OF_TOKENS + "expected a torch.Tensor, got list"),
     ({"advantage": FACTORS.to_sparse()}, TypeError, OF_TOKENS + "expected a dense tensor"),
     ({"advantage": FACTORS.to("meta")}, ValueError, OF_TOKENS + "device must be that of hidden"),
@@ -77,6 +80,11 @@ OTHERS: list[Row] = [
     ({"check_objective": 1}, TypeError, "check_objective: "),
     ({"outputs": ("rank",)}, ValueError, "outputs: "),
     ({"gradient": "in_backward"}, TypeError, ".*gradient"),
+    ({"labels": IDS, "objective": "of each id"}, ValueError, r"objective: .* \(6,\) on cpu, got \(6, 2\) on cpu"),
+    ({"labels": IDS, "objective": "mixed ids", "check_objective": True}, ValueError, "objective: .*mixes tokens"),
+    ({"labels": IDS, "outputs": ("entropy",)}, ValueError, "labels: expected one per token with outputs or a"),
+    ({"labels": IDS, "threshold": torch.tensor(0.0)}, ValueError, "labels: expected one per token with outputs or a"),
+    ({"labels": IDS, "kept": IDS}, ValueError, "labels: shape must be"),
 ]
 
 TABLES = [

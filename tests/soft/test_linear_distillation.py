@@ -275,7 +275,7 @@ def _verified(rank, group):
 @in_ranks((2,), (), ())
 def test_verification_compares_the_ranks(rank_pool, impl):
     first, second = rank_pool.run(_verified)
-    names = ("hard_weight", "temperature", "teacher.hidden", "teacher.log_probs")
+    names = ("hard_weight", "temperature", "teacher.hidden", "tokens['teacher.log_probs']")
     assert first == second and all(f"ValueError: {n}: rank 1 of 2 has " in e for n, e in zip(names, first, strict=True))
 
 

@@ -38,7 +38,7 @@ NUMBERS += " tests/conformance/test_same_bits.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
 OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_logits.py"
-OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py tests/soft/test_topk_log_probs.py"
+OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
 OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
@@ -57,12 +57,10 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
     "kernels/largest": "tests/kernels/test_largest.py",
     "kernels/given_ids": f"{INTERPRETED} {OF_GIVEN_IDS}",
-    "kernels/top_k_teacher": f"{INTERPRETED} {OF_GIVEN_IDS}",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
     "api/logits_at": "-m 'reference or gloo' tests/ranks/test_logits_at.py",
     "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
-    "losses/top_k_teacher": "-m reference tests/soft/test_topk.py tests/soft",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
     "layout": "tests/logits/test_losses.py tests/kernels tests/conformance tests/logits tests/linear",
     "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",
@@ -92,6 +90,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "selection": "tests/core/test_selection.py",
     "api/next_labels": "tests/logits/test_next_labels.py tests/ranks/test_next_labels.py",
     "api/given_ids": "-m reference tests/soft/test_topk.py",
+    "api/top_k_teacher": "-m reference tests/soft/test_topk.py tests/soft",
     "api/sampling": "-m 'reference or gloo' tests/core/test_largest.py tests/conformance/test_sampling.py",
     "api/top_k": "tests/ranks/test_top_k.py",
     "largest": "tests/core/test_largest.py tests/ranks/test_top_k.py",

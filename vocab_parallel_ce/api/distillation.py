@@ -18,10 +18,9 @@ from vocab_parallel_ce.api.call import (
     run_head,
     run_logits,
 )
-from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, targets_of
+from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, loss_of_head, loss_of_logits
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
-from vocab_parallel_ce.losses.top_k_teacher import TOP_K
 from vocab_parallel_ce.options import HeadSettings, divided_by, settings_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
@@ -61,7 +60,8 @@ def distillation_loss(
     ``temperature ** 2``, as Hinton et al. do: do it yourself. docs/distillation.md has more.
 
     A :class:`TopKTeacher` is known at ``k`` tokens: the sums run over these, with ``t = exp(log_probs)``, and over the
-    rest as one more. With ``hard_weight`` its temperature must be 1.
+    rest as one more: operations of PyTorch on the ``[..., k]`` log-probabilities of :func:`token_log_probs`. With
+    ``hard_weight`` its temperature must be 1.
 
     Overwrites: as :func:`vocab_parallel_cross_entropy`, by default nothing that a counted reader can still read. The
     teacher's are never written, and get no gradient.
@@ -78,7 +78,7 @@ def distillation_loss(
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        gradient: as in :func:`vocab_parallel_cross_entropy`.
+        gradient: as in :func:`vocab_parallel_cross_entropy`; of a :class:`TopKTeacher` not ``"in_forward"``.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 
@@ -112,8 +112,7 @@ def distillation_loss(
     )
     settings = divided_by(num_items, settings)
     if isinstance(teacher, TopKTeacher):
-        targets, settings = targets_of(teacher, labels, student_logits, "student_logits", settings)
-        return run_logits(TOP_K, student_logits, targets, settings, group=group, num_items=num_items).loss
+        return loss_of_logits(student_logits, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Tensor):
         raise TypeError(_no_teacher(teacher))
     return run_logits(
@@ -163,7 +162,8 @@ def linear_distillation_loss(
         student: a :class:`Head`: the tensors that :func:`linear_cross_entropy` takes.
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
-        gradient: as in :func:`linear_cross_entropy`.
+        gradient: as in :func:`linear_cross_entropy`. In compiled code a :class:`TopKTeacher` has ``"in_backward"``;
+            with fp16 ``"in_forward"`` raises.
         chunk_size, keep_logits, reduce_hidden_grad: as in :func:`linear_cross_entropy`, of the student's logits.
         others: as in :func:`distillation_loss`.
 
@@ -202,8 +202,7 @@ def linear_distillation_loss(
     if not isinstance(student, Head):
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
     if isinstance(teacher, TopKTeacher):
-        targets, settings = targets_of(teacher, labels, student.hidden, "student.hidden", settings)
-        return run_head(TOP_K, Arguments(student, targets, group, num_items), settings, head).loss
+        return loss_of_head(student, teacher, labels, settings, head, group, num_items)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
     arguments = Arguments(student, TeacherHead(*teacher, labels), group, num_items)

@@ -9,6 +9,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import run_head, run_logits
 from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, Ids
 from vocab_parallel_ce.options import HeadSettings, Settings
@@ -21,6 +22,20 @@ def are_given_ids(labels: Any, tokens: Any) -> bool:
     if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
         return False
     return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
+
+
+def rows_of_all(weight: Any, group: Any) -> int:
+    """Return the rows of a head's weight on all ranks together."""
+    if not isinstance(weight, Tensor):
+        checks.check_parameter("weight", weight)
+    rows: int = weight.shape[0]
+    return rows if is_dtensor(weight) else rows * group_position(group)[1]
+
+
+def vocab_size_of(settings: Settings, n_columns: int) -> int:
+    """Return the size of the vocabulary; ``n_columns`` are those of all ranks, if ``vocab_size`` does not say it."""
+    size = settings.vocab_size
+    return n_columns if size is None else size.vocab_size if isinstance(size, VocabShard) else size
 
 
 def check_given_ids(
@@ -37,8 +52,7 @@ def check_given_ids(
             f"{tuple(ids.shape)}, given ids, and {'outputs' if settings.outputs else 'threshold'}; ask for them in a "
             "call of their own"
         )
-    k, size, (_, n_ranks) = ids.shape[-1], settings.vocab_size, group_position(group)
-    vocab_size = n_columns if size is None else size.vocab_size if isinstance(size, VocabShard) else size
+    k, vocab_size, (_, n_ranks) = ids.shape[-1], vocab_size_of(settings, n_columns), group_position(group)
     if k in (vocab_size, -(-vocab_size // n_ranks)):
         raise ValueError(
             f"labels: expected another number of given ids per token than of columns, got {k} for {vocab_size} "

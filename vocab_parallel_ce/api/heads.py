@@ -17,9 +17,7 @@ from vocab_parallel_ce.api.call import (
     run_head,
     split_temperature,
 )
-from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, head_log_probs_at
-from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, head_log_probs_at, rows_of_all
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.settings import COUNT
 from vocab_parallel_ce.losses.given_ids import Ids
@@ -214,8 +212,7 @@ def linear_token_log_probs(
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
     if has_ids:
-        n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
-        check_given_ids(labels, hidden, n_rows, settings, threshold, group)
+        check_given_ids(labels, hidden, rows_of_all(weight, group), settings, threshold, group)
         return head_log_probs_at(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
     targets = label_targets(labels, tensor, threshold, requested)
     arguments = Arguments(tensors, targets, group, None, main_grad)

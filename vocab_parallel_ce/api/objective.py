@@ -16,8 +16,11 @@ from vocab_parallel_ce.api.call import (
     run_objective,
     split_temperature,
 )
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, rows_of_all
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
+from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, Ids
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import HeadSettings, checked_outputs, settings_of
 from vocab_parallel_ce.shard import VocabShard
@@ -53,7 +56,7 @@ def linear_objective(
     reduce_hidden_grad: bool = True,
     valid_tokens: int | str | None = None,
 ) -> tuple[Tensor, Outputs]:
-    """Mean or sum of any function of a token's log-probability, with the gradients of ``hidden`` and ``weight``.
+    """Mean or sum of any function of a token's log-probabilities, with the gradients of ``hidden`` and ``weight``.
 
     ``hidden @ weight.T + bias`` is made in chunks of tokens, as in :func:`linear_cross_entropy`, once: forward calls
     ``objective`` with the log-probabilities of a chunk, and its derivatives multiply the gradient of the chunk's
@@ -68,9 +71,10 @@ def linear_objective(
         objective: called as ``objective(log_probs, entropy=..., advantage=...)`` with what ``outputs`` and ``tokens``
             name, ``[n]`` each, of some of the tokens in any order. Returns ``[n]``, of each token from its own numbers
             alone, in operations of PyTorch, outside of autocast. It gets copies. Values of ignored tokens do not
-            count, be they NaN.
-        tokens: by name, numbers that are known beforehand, of the shape of ``labels`` and any dtype, the same on every
-            rank. They get no gradient.
+            count, be they NaN. Of labels ``[..., k]``, which are given ids, log-probabilities are ``[n, k]``, 0 for an
+            id that is ``ignore_index``; a token is ignored if all its ids are. They take no ``outputs``.
+        tokens: by name, numbers that are known beforehand, ``[...]`` or ``[..., m]`` and of any dtype, the same on
+            every rank; the function gets ``[n]`` or ``[n, m]``. They get no gradient.
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result.
         reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
         num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
@@ -117,8 +121,14 @@ def linear_objective(
         outputs=requested,
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype)
-    targets = label_targets(labels, tensor, threshold, requested)
+    loss: Loss = GIVEN_IDS
+    targets: Any = Ids(labels, tensor)
+    if are_given_ids(labels, hidden):
+        check_given_ids(labels, hidden, rows_of_all(weight, group), settings, threshold, group)
+        settings = settings._replace(n_ids=labels.shape[-1], negated=False)
+    else:
+        loss, targets = LABELS, label_targets(labels, tensor, threshold, requested)
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
-    total, found = run_objective(LABELS, arguments, settings, head)
+    total, found = run_objective(loss, arguments, settings, head)
     return total, record_of("log_probs", found, settings)

@@ -37,8 +37,8 @@ MOST_CHECKED = 1024
 class Objective(NamedTuple):
     """What a caller passes."""
 
-    function: Callable[..., Tensor]  # (log_probs [n], name=[n], ...) -> [n]
-    tokens: Mapping[str, Tensor]  # [...] each
+    function: Callable[..., Tensor]  # (log_probs [n] or [n, k], name=[n, ...], ...) -> [n]
+    tokens: Mapping[str, Tensor]  # [...] each, or [..., m]
     reduction: str  # "mean" or "sum"
     num_items: float | Tensor | None
     is_checked: bool  # whether the function is checked at its first call
@@ -62,8 +62,8 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
             raise ValueError(f"{subject}: expected a name of its own, got that of an output; pass another")
         checks.expect(subject, numbers, None, on=tokens.tensor, subject=tokens.subject)
         checks.check_requires_no_gradient(subject, numbers)
-        if numbers.shape != tokens.shape:
-            expected, remedy = f"that of the labels, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
+        if tokens.shape not in (numbers.shape, numbers.shape[:-1]):
+            expected, remedy = f"that of the tokens, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
             raise ValueError(f"{subject}: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
     checks.check_no_transforms(*by_name.values(), objective.num_items)
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
@@ -80,7 +80,7 @@ class RowObjective(NamedTuple):
     """An objective and its numbers in the order of a head's rows."""
 
     function: Callable[..., Tensor]
-    tokens: dict[str, Tensor]  # [M] each
+    tokens: dict[str, Tensor]  # [M] each, or [M, m]
     is_valid: Tensor  # [M] bool: rows that are not ignored
     factor: Tensor  # [1]: 1 / divisor, 0 for a divisor of 0
     losses: Tensor  # [M]: filled by `fill` and `fill_and_differentiate`; 0 for ignored rows
@@ -121,7 +121,8 @@ class RowObjective(NamedTuple):
         """Return targets whose gradients are 0 if the divisor is, whatever the logits hold."""
         if not self.may_be_of_none:
             return targets
-        return targets._replace(labels=torch.where(self.factor == 0, ignore_index, targets.labels))
+        field = targets._fields[0]  # labels, or ids
+        return targets._replace(**{field: torch.where(self.factor == 0, ignore_index, targets[0])})
 
     def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
@@ -157,8 +158,8 @@ class RowObjective(NamedTuple):
             raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per token")
         if values.layout is not torch.strided:
             raise TypeError(f"objective: expected a dense tensor, got layout {values.layout}; return its to_dense()")
-        if values.shape != log_probs.shape or values.device != log_probs.device:
-            expected, got = (f"{tuple(each.shape)} on {each.device}" for each in (log_probs, values))
+        if values.shape != is_valid.shape or values.device != log_probs.device:
+            expected, got = (f"{tuple(each.shape)} on {each.device}" for each in (is_valid, values))
             raise ValueError(f"objective: expected a number of each token, {expected}, got {got}; return that shape")
         return torch.where(is_valid, values.to(log_probs.dtype), 0.0)
 
@@ -195,7 +196,7 @@ class RowObjective(NamedTuple):
 
         Each row stays at its place, so that even rounding is the same.
         """
-        rows, ones = slice(0, len(outputs.loss)), torch.ones_like(outputs.loss)
+        rows, ones = slice(0, len(outputs.loss)), _ones_of(outputs)
         values, grads = self._differentiated(rows, outputs, ones)
         for first in range(2):
             own = slice(first, None, 2)
@@ -213,10 +214,10 @@ class RowObjective(NamedTuple):
 
     def _check_each_alone(self, rows: slice, outputs: TokenOutputs) -> None:
         """Raise unless every second row has the same number and derivative alone, and so have the rows between."""
-        ones = torch.ones_like(outputs.loss)
+        ones = _ones_of(outputs)
         spread = torch.arange(len(ones), device=ones.device, dtype=ones.dtype) * 0.6180339887 % 1
         # As they are, a policy may be its own reference, which hides a mean of their difference.
-        outputs = outputs._replace(loss=outputs.loss - 0.5 * spread)
+        outputs = outputs._replace(loss=outputs.loss - 0.5 * _along_rows(spread, outputs.loss))
         values, grads = self._differentiated(rows, outputs, ones)
         # Of other weights no sum of two rows is a multiple of one. A power of two rounds nothing.
         weights = 2.0 ** (4 * spread).floor()
@@ -233,7 +234,9 @@ class RowObjective(NamedTuple):
                 raise ValueError(f"{MIXES}. Numbers of all tokens must be in tokens=") from error
             is_right = _are_close(values[own], alone)
             is_right &= all(_are_close(grad[own], grads_alone[name]) for name, grad in grads.items())
-            is_right &= all(_are_close(grads_alone[name] * weights[own], grad) for name, grad in weighted.items())
+            is_right &= all(
+                _are_close(grads_alone[name] * _along_rows(weights[own], grad), grad) for name, grad in weighted.items()
+            )
             if not is_right:
                 raise ValueError(MIXES)
 
@@ -292,7 +295,8 @@ def rows_of(
         divisor = is_valid.sum().reshape(1) if objective.reduction == "mean" else is_valid.new_ones(1)
     else:
         divisor = checked_divisor(objective.num_items, "sum", hidden)
-    tokens = {name: flat(numbers.detach()) for name, numbers in objective.tokens.items()}
+    n_axes = hidden.dim() - 1  # of the tokens
+    tokens = {name: flat(t.detach(), t.dim() - n_axes + 1) for name, t in objective.tokens.items()}
     if order is not None:
         tokens = {name: order.to_rows(numbers, 0) for name, numbers in tokens.items()}
         is_valid = order.to_rows(is_valid, False)
@@ -310,6 +314,16 @@ def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
     """Return the outputs that there are, by the names of their arguments."""
     names = ("log_probs", *TokenOutputs._fields[1:])
     return {name: output.detach() for name, output in zip(names, outputs, strict=True) if output is not None}
+
+
+def _ones_of(outputs: TokenOutputs) -> Tensor:
+    """Return a 1 of each row."""
+    return outputs.loss.new_ones(len(outputs.loss))
+
+
+def _along_rows(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return ``numbers [n]`` as factors of ``like [n]`` or ``[n, k]``."""
+    return numbers.unsqueeze(-1) if like.dim() > 1 else numbers
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:

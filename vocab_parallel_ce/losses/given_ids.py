@@ -5,25 +5,15 @@ With ``s = softmax(z)``, ``g_k`` the gradient of the k-th log-probability and ``
     value_k = z_k - lse
     dz_i    = sum_k [id_k = i] g_k - s_i G
 
-The first ``n_known`` ids may have a rest: ``S`` is the sum of their ``s``, and with ``g_r`` of one more value
-
-    value_r = log(1 - S)
-    dz_i    = sum_k [id_k = i] g_k - s_i G - s_i g_r            for one of them
-    dz_i    = sum_k [id_k = i] g_k - s_i G + s_i g_r S / (1 - S)  for another
-
 The passes over the shard are those of cross-entropy: it finds the sums, and writes the columns that are not among the
 ids. Each rank takes its largest of the given logits as its label, so that the digits of ``1 - s`` survive where that is
-close to 1. ``1 - S`` is at least 2^-24 of the sum without that label, because less is rounding, and 2^-110 of the
-rank's largest, so that its inverse times a loss scale of 2^16 is finite. In fp64, 2^-53 and 2^-1006.
-
-A loss of the log-probabilities at the ids, as that of a top-k teacher, is a subclass: its own functions take the k
-values of a row to the row's loss, and back.
+close to 1.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +44,6 @@ class IdsOptions(NamedTuple):
     """What is computed of a row."""
 
     n_ids: int
-    n_known: int  # how many of the ids have a rest; 0: there is none
     ignore_index: int
     softmax: LossOptions  # its labels are one of the ids, or IGNORED
 
@@ -66,15 +55,10 @@ class Known(NamedTuple):
     z: Tensor  # [N, k], -inf for an id that is not in the vocabulary
     best: Tensor  # [N] largest of these
     others: Tensor  # [N] sum of exp(z - row_max) over the columns except one that has the largest given z
-    outside: Tensor | None  # [N] the same over the columns that are not among the known ids
 
     @property
     def sum_exp(self) -> Tensor:
         return self.others + (self.best - _finite_or_zero(self.row_max)).exp()
-
-    def inside(self, n_known: int) -> Tensor:
-        """``[N]`` sum of exp(z - row_max) over the known ids."""
-        return (self.z[:, :n_known] - _finite_or_zero(self.row_max).unsqueeze(-1)).exp().sum(dim=-1)
 
     @property
     def log_sum(self) -> Tensor:
@@ -85,13 +69,13 @@ class Known(NamedTuple):
 class GivenIds:
     """Launchers in plain PyTorch, over those of cross-entropy; :class:`Launchers` says what each fills."""
 
-    def __init__(self, loss: GivenIdsLoss, options: Any, shard: VocabShard) -> None:
-        self.loss, self.options, self.shard = loss, options, shard
+    def __init__(self, options: IdsOptions, shard: VocabShard) -> None:
+        self.options, self.shard = options, shard
         self.softmax = LABELS.launchers(options.softmax, shard, None)
         self.element_mul = reference.element_mul
 
-    def statistics(self, logits: Tensor, targets: Any, stats: tuple[Tensor], rank: int) -> None:
-        columns, temperature = self.columns(targets), getattr(targets, "temperature", None)
+    def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
+        columns, temperature = self.columns(targets), targets.temperature
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
         best, place = z.max(dim=-1, keepdim=True)
@@ -101,73 +85,54 @@ class GivenIds:
     def outputs(
         self,
         stats: tuple[Tensor],
-        targets: Any,
+        targets: Ids,
         divisor: Tensor | None,
         outputs: TokenOutputs,
         total: Tensor | None = None,
     ) -> None:
-        losses = self.loss.row_losses(self.values(stats[0], self.columns(targets)), targets, self.options)
-        outputs.loss.copy_(reference.divided(losses, divisor).view(outputs.loss.shape))
-        if total is not None:
-            reference.sum_losses(outputs.loss, total)
+        outputs.loss.copy_(self.values(stats[0], self.columns(targets)).view(outputs.loss.shape))
 
     def gradient(
         self,
         logits: Tensor,
-        targets: Any,
+        targets: Ids,
         stats: tuple[Tensor],
         divisor: Tensor | None,
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        columns, temperature = self.columns(targets), getattr(targets, "temperature", None)
-        if divisor is not None:  # of 0 items no row counts: a NaN in one must not reach the gradient as 0 * NaN
-            columns = columns.masked_fill(divisor == 0, IGNORED)
+        columns, temperature = self.columns(targets), targets.temperature
         known, options, dead = self.merged(stats[0]), self.options, is_dead(columns)
-        grad_losses = reference.divided(stats[0].new_ones(1) if grads.loss is None else grads.loss, divisor)
-        grad_values = self.loss.value_grads(self.values(stats[0], columns), targets, grad_losses, options)
-        grad_values, grad_rest = grad_values[:, : columns.shape[-1]], grad_values[:, columns.shape[-1] :].sum(dim=-1)
-        grad_values = grad_values.masked_fill(columns == IGNORED, 0.0)
+        assert grads.loss is not None
+        grad_values = grads.loss.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
         z, slope = logits_at(logits, columns, at_rows(options.softmax, temperature))
         is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
         other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
         total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
-        weight = -total  # of the softmax elsewhere
-        if known.outside is not None:
-            weight = grad_rest * (known.inside(options.n_known) / known.outside) - total
-            total, other_total = total + grad_rest, other_total + grad_rest
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
         s = shifted.exp() / sum_exp.unsqueeze(-1)
         values = sum_of_equals(columns, grad_values) - s * total.unsqueeze(-1)
         # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
         best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
         values = torch.where(s > 0.5, best_value, values)
-        if known.outside is not None:
-            n = options.n_known
-            is_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
-            values[:, n:] += torch.where(is_known, 0.0, s[:, n:] * (weight + total).unsqueeze(-1))
         values = values * slope
         values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
         merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
-        write_columns(self.softmax, logits, columns, dead, self.shard, merged, weight, values, grad_logits, temperature)
+        write_columns(self.softmax, logits, columns, dead, self.shard, merged, -total, values, grad_logits, temperature)
 
-    def columns(self, targets: Any) -> Tensor:
+    def columns(self, targets: Ids) -> Tensor:
         """Return ``[N, k]`` columns of this rank, or what stands for one that is not among them."""
-        ids, shard = self.loss.ids(targets).long(), self.shard
+        ids, shard = targets.ids.long(), self.shard
         columns = ids - shard.start
         columns = columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
         columns = columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
-        return columns.masked_fill_(self.loss.left_out(targets, self.options), IGNORED)
+        return columns.masked_fill_(spec.is_ignored(targets.ids, self.options.ignore_index), IGNORED)
 
     def values(self, stats: Tensor, columns: Tensor) -> Tensor:
-        """Return ``[N, k]`` log-probabilities of all ranks, and of known ids one more, of the rest."""
+        """Return ``[N, k]`` log-probabilities of all ranks."""
         known = self.merged(stats)
         values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
-        values = values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
-        if known.outside is None:
-            return values
-        rest = (known.outside.log() - known.log_sum).masked_fill_((columns == OUTSIDE).any(dim=-1), NAN)
-        return torch.cat([values, rest.masked_fill_(is_dead(columns), 0.0).unsqueeze(-1)], dim=-1)
+        return values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
 
     def merged(self, stats: Tensor) -> Known:
         """Merge ``stats [R, N, 3 + k]``, in the order of the ranks on every rank."""
@@ -178,10 +143,7 @@ class GivenIds:
         # One rank's best is the best of all: its term is not among the others'.
         is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, rank_best.argmax(0, keepdim=True), True)
         others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
-        outside = None
-        if self.options.n_known:
-            outside = (_outside_known(without_best, rank_z, rank_max, self.options.n_known) * decay).sum(dim=0)
-        return Known(row_max, z, z.amax(dim=-1), others, outside)
+        return Known(row_max, z, z.amax(dim=-1), others)
 
 
 class GivenIdsLoss(Loss):
@@ -189,42 +151,23 @@ class GivenIdsLoss(Loss):
 
     Targets: type = Ids
 
-    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> Any:
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> IdsOptions:
         softmax = loss_options(settings, vocab_size)._replace(ignore_index=IGNORED)
-        return IdsOptions(settings.n_ids, settings.n_known, int(settings.ignore_index), softmax)
+        return IdsOptions(settings.n_ids, int(settings.ignore_index), softmax)
 
-    def row_shape(self, options: Any) -> tuple[int, ...]:
+    def row_shape(self, options: IdsOptions) -> tuple[int, ...]:
         return (options.n_ids,)
 
-    def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        launch = GivenIds(self, options, shard) if kernels is None else kernels.given_ids.GivenIds(options, shard)
+    def launchers(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
+        launch = GivenIds(options, shard) if kernels is None else kernels.given_ids.GivenIds(options, shard)
         widths = tuple(map(len, self.exchanges(options)))
         return Launchers(launch.statistics, launch.outputs, launch.gradient, launch.element_mul, widths=widths)
 
-    def exchanges(self, options: Any) -> tuple[tuple[str, ...], ...]:
+    def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
         return (("row_max", "without_best", "best", *(f"z_{k}" for k in range(options.n_ids))),)
 
-    def ignored(self, targets: Any, options: Any) -> Tensor | None:
-        return self.left_out(targets, options).all(dim=-1)
-
-    # What a loss of the values brings.
-
-    def ids(self, targets: Any) -> Tensor:
-        """Return ``[N, k]``, the ids."""
-        ids: Tensor = targets.ids
-        return ids
-
-    def left_out(self, targets: Any, options: Any) -> Tensor:
-        """Return ``[N, k]`` bool: ids that take no part."""
-        return spec.is_ignored(targets.ids, options.ignore_index)
-
-    def row_losses(self, values: Tensor, targets: Any, options: Any) -> Tensor:
-        """Return ``[N, *row_shape]`` of log-probabilities ``values [N, k]``, and of the rest; 0 where left out."""
-        return values
-
-    def value_grads(self, values: Tensor, targets: Any, grad_losses: Tensor, options: Any) -> Tensor:
-        """Return the gradient of each of the values, of ``grad_losses [N, *row_shape]``, or one for all."""
-        return grad_losses.expand_as(values)
+    def ignored(self, targets: Ids, options: IdsOptions) -> Tensor:
+        return spec.is_ignored(targets.ids, options.ignore_index).all(dim=-1)
 
 
 GIVEN_IDS = GivenIdsLoss()
@@ -309,16 +252,3 @@ def sum_of_equals(columns: Tensor, values: Tensor) -> Tensor:
         step *= 2
     last = torch.searchsorted(in_order, columns, right=True) - 1
     return sums.gather(-1, last)
-
-
-def _outside_known(without_best: Tensor, rank_z: Tensor, rank_max: Tensor, n_known: int) -> Tensor:
-    """``[R, N]`` sum of exp(z - max) over a rank's columns that are not among the first ``n_known`` ids."""
-    terms = (rank_z - _finite_or_zero(rank_max).unsqueeze(-1)).exp()
-    place = rank_z.argmax(dim=-1, keepdim=True)  # the first of equals, as in the sum
-    is_best = torch.arange(rank_z.shape[-1], device=place.device) == place
-    # The best id is out of the sum already; if it is none of the known ones, it belongs there.
-    all_others = without_best + torch.where(is_best, terms, 0.0)[..., n_known:].sum(dim=-1)
-    known = terms.masked_fill(is_best, 0.0)[..., :n_known].sum(dim=-1)
-    outside, limits = all_others - known, torch.finfo(terms.dtype)
-    outside = torch.maximum(outside, all_others * (limits.eps / 2))  # less is rounding
-    return torch.where(rank_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))

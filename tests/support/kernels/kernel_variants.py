@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -27,7 +26,6 @@ from vocab_parallel_ce.blocks import PARTS_AT_ONCE, UNIT_PARTS_AT_ONCE, gradient
 from vocab_parallel_ce.kernels.rows import NOT_STORED
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
-from vocab_parallel_ce.losses.top_k_teacher import TopKOptions
 from vocab_parallel_ce.one_pass import WIDTHS, config_of
 from vocab_parallel_ce.one_pass.kernel import _launch
 from vocab_parallel_ce.shard import VocabShard
@@ -55,8 +53,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", True, "all", rows=("temperature",))
     yield finish("all_weighted", 4)
     yield from of_largest("bf16")
-    yield from of_ids("bf16", DivergenceOptions("js", beta=0.01, hard_weight=0.5))
-    yield from of_ids("bf16", None)
+    yield from of_ids("bf16")
     if not is_sm_90:
         return
     yield from of_soft_labels("bf16", "bf16", False, "plain")
@@ -136,8 +133,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     yield from variants(target)
     for dtype in DTYPES:
         yield from of_largest(dtype)
-        for divergence in (None, *map(DivergenceOptions, DIVERGENCES)):
-            yield from of_ids(dtype, divergence)
+        yield from of_ids(dtype)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
         yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
@@ -281,25 +277,18 @@ def of_largest(dtype: str) -> Iterator[Variant]:
         yield Variant(f"sums_above-{dtype}-{option}{'-counts' * counts}", launch, (x, x, x, torch.float32, torch.int64))
 
 
-def of_ids(dtype: str, divergence: DivergenceOptions | None) -> Iterator[Variant]:
-    """The kernels of 64 ids; ``divergence`` from a teacher with a rest, of hard labels, or None."""
+def of_ids(dtype: str) -> Iterator[Variant]:
+    """The kernels of 64 ids."""
     x, f, i, label = DTYPES[dtype], torch.float32, torch.int32, torch.int64
     shard, softmax, rows = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS), ALONE["softcap"], ROWS[0]
-    options: Any = IdsOptions(64, 0, -100, softmax)
-    of_row, name = (label, None, None, f), dtype
-    if divergence is not None:
-        ids, (kind, _, beta, hard_weight, _) = options._replace(n_ids=65, n_known=64), divergence
-        options = TopKOptions(*ids, kind, beta, hard_weight)
-        of_row, name = (label, f, label, None), f"{dtype}-{kind}"
-    key = options, shard, divergence is not None
+    key, name = (IdsOptions(64, -100, softmax), shard), dtype
     launch = launch_of("given_ids", "_statistics", rows, *key)
-    yield Variant(f"ids_statistics-{name}", launch, (x, *of_row, f, label))
+    yield Variant(f"ids_statistics-{name}", launch, (x, label, f, f, label))
     launch = launch_of("given_ids", "_outputs", *key, 4)
-    yield Variant(f"ids_outputs-{name}", launch, (f, *of_row[:3], f, f))
-    launch = launch_of("given_ids", "_gradient", rows, *key, 1, 4)
-    yield Variant(f"ids_gradient-{name}", launch, (x, *of_row, f, f, f, i, f, f, f, label))
-    if divergence is None:
-        yield Variant(f"write_columns-{name}", launch_of("given_ids", "_write", rows, 64), (i, f, x))
+    yield Variant(f"ids_outputs-{name}", launch, (f, label, f))
+    launch = launch_of("given_ids", "_gradient", rows, *key, 4)
+    yield Variant(f"ids_gradient-{name}", launch, (x, label, f, f, f, i, f, f, f, label))
+    yield Variant(f"write_columns-{name}", launch_of("given_ids", "_write", rows, 64), (i, f, x))
 
 
 def finish(option: str, ranks: int, summed: bool = False, counted: bool = False, few: bool = False) -> Variant:
