@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from tests.refusals.heads import FACTORS, HALF, OF_BOTH, a_call
+from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, a_call
 from tests.refusals.logits import TEMPERATURES
 from tests.refusals.rows import Row, Table
 from vocab_parallel_ce import linear_objective
