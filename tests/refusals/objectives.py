@@ -84,7 +84,6 @@ OTHERS: list[Row] = [
     ({"labels": IDS, "objective": "mixed ids", "check_objective": True}, ValueError, "objective: .*mixes tokens"),
     ({"labels": IDS, "outputs": ("entropy",)}, ValueError, "labels: expected one per token with outputs or a"),
     ({"labels": IDS, "threshold": torch.tensor(0.0)}, ValueError, "labels: expected one per token with outputs or a"),
-    ({"labels": IDS, "kept": IDS}, ValueError, "labels: shape must be"),
 ]
 
 TABLES = [
