@@ -25,8 +25,6 @@ from tests.support.cases.soft import (
     grad_output_of,
     soft_losses,
     soft_targets,
-    topk_loss,
-    topk_losses,
 )
 from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
@@ -99,22 +97,3 @@ def test_distillation(impl_device, case):
     options |= {"beta": 0.2} if beta else {}
     pair = Pair(logits, teacher, divergences, None if hard is None else labels)
     check(impl_device, case, distillation_loss, pair, options, beside(teacher, case, impl_device[1]))
-
-
-NO_FORWARD = {**WAYS, "gradient": WAYS["gradient"][1:]}
-OF_TOP_K = {"rest": ("ignore", "bucket"), "k": (1, 3), "has_labels": (False, True), "temperature": (1.0, 2.5)}
-TOP_K = covering(**PLACE, kind=HARD, **OF_TOP_K, **NO_FORWARD)
-
-
-@pytest.mark.quick(6)
-@each(TOP_K)
-def test_a_teacher_known_at_k_tokens(impl_device, case):
-    logits, labels = made_of(case)
-    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-    k = min(case["k"], logits.shape[-1] - 1)  # with all columns known, the rest is the rounding of their sum
-    log_probs, ids = (noise * 2 + logits.float() * 0.3).log_softmax(-1).topk(k)
-    options = {"teacher_ids": ids.flip(-1), "teacher_log_probs": log_probs.flip(-1)}
-    options |= {"rest": case["rest"], "temperature": case["temperature"]}
-    pair, shape = Pair(logits, logits, topk_losses, labels if case["has_labels"] else None), (*rows_of(case), k)
-    given = {name: options[name].view(shape) for name in ("teacher_ids", "teacher_log_probs")}
-    check(impl_device, case, topk_loss, pair, options, **given)
