@@ -36,9 +36,6 @@ class Names:
         of = self.package.linear_token_log_probs if len(tensors) == 2 else self.package.token_log_probs
         return of(*tensors, labels, **options)
 
-    def soft(self, tensors: Tensors, probabilities: Tensor, **options: Any) -> Any:
-        return self.package.vocab_parallel_cross_entropy(*tensors, probabilities, **options)
-
     def distillation(self, tensors: Tensors, teacher: Any, **options: Any) -> Any:
         if len(tensors) == 2:
             heads = self.package.Head(*tensors), self.package.Head(*teacher)

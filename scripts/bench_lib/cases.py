@@ -139,7 +139,6 @@ TARGETS: dict[Case, dict[str, float]] = {
 # Of the command "losses": a provider, whose time is over that of another, and the most that it may be.
 LOSSES_TARGETS = [
     ("mean, class_weight", "mean", 1.03),
-    ("soft_cross_entropy", "copy", 2.75),
     *(
         (f"distillation, {name}", "copy", 2.75)
         for name in ("forward", "reverse", "js", f"top {TOP}", "forward, hard_weight")
@@ -249,9 +248,6 @@ class Alongside:
             return hidden.flip(0), weight.flip(1)
         shape, dtype = self._tensors[0].shape, self._tensors[0].dtype
         return self._random(*shape, seed=4000 + self._rank).mul_(3).to(dtype)
-
-    def probabilities(self) -> Tensor:
-        return self("teacher").softmax(-1) / self._case.ranks
 
     def advantage(self) -> Tensor:
         """One number for the tokens of a sequence."""

@@ -57,10 +57,9 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
         divergence = _divergence(options.get("divergence", "forward"), given("teacher"), z)
         of_labels = functional.cross_entropy(z, given("labels"), reduction="none") if hard else 0.0
         return [(1 - hard) * divergence + hard * of_labels]
-    targets = given("probabilities" if row.loss == "soft" else "labels")
     weight = given("class_weight") if "class_weight" in row.given else None
     smoothing = options.get("label_smoothing", 0.0)
-    losses = functional.cross_entropy(z, targets, weight, label_smoothing=smoothing, reduction="none")
+    losses = functional.cross_entropy(z, given("labels"), weight, label_smoothing=smoothing, reduction="none")
     return [losses + options.get("z_loss", 0.0) * torch.logsumexp(z, -1).square()]
 
 
@@ -166,7 +165,7 @@ class Truth:
             return hidden[rows].double() @ of_all_ranks(weight, 0, self.group).double().T
         if name == "ids":
             return value[rows]
-        whole = of_all_ranks(value[rows], 1, self.group) if name in ("teacher", "probabilities") else value[rows]
+        whole = of_all_ranks(value[rows], 1, self.group) if name == "teacher" else value[rows]
         return whole.double()
 
 

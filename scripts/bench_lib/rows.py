@@ -16,7 +16,6 @@ from bench_lib.cases import TOP, TOP_P, Case, Inputs
 TAKES = {
     "cross_entropy": ("labels",),
     "log_probs": ("labels",),
-    "soft": ("probabilities",),
     "distillation": ("teacher",),
     "top_k": ("ids", "log_probs"),
     "given_ids": ("ids", "log_probs"),
@@ -119,9 +118,6 @@ LOSS_ROWS = {
     "mean, in_forward": _in_forward(),
     "mean, in_forward, class_weight": _in_forward("class_weight"),
     "mean, in_forward, class_weight and label_smoothing": _in_forward("class_weight", label_smoothing=0.1),
-    "soft_cross_entropy": _row("soft"),
-    "soft_cross_entropy, class_weight": _row("soft", "class_weight"),
-    "soft_cross_entropy, class_weight and label_smoothing": _row("soft", "class_weight", label_smoothing=0.1),
     **{f"distillation, {name}": _row("distillation", divergence=name) for name in ("forward", "reverse", "js")},
     "distillation, forward, hard_weight": _row("distillation", "labels", divergence="forward", hard_weight=0.5),
     f"distillation, top {TOP}": _row("top_k"),

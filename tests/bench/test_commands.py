@@ -107,9 +107,9 @@ def test_a_baseline_of_no_known_commit_is_refused(tmp_path, monkeypatch):
 
 def test_a_wrong_row_is_an_error(tmp_path, monkeypatch):
     """Twice the loss is seen by the check."""
-    right = adapters.Names.soft
-    monkeypatch.setattr(adapters.Names, "soft", lambda *given, **options: 2 * right(*given, **options))
-    with pytest.raises(RuntimeError, match="soft_cross_entropy: wrong: loss: relative error 1"):
+    right = adapters.Names.distillation
+    monkeypatch.setattr(adapters.Names, "distillation", lambda *given, **options: 2 * right(*given, **options))
+    with pytest.raises(RuntimeError, match="distillation, forward: wrong: loss: relative error 1"):
         run(tmp_path, "losses", "--shape", "4x100")
 
 
