@@ -48,7 +48,7 @@ COMMANDS = {
     "few": "the loss over logits of few tokens, alongside other projects'",
     "modes": "when the gradient is written, from few tokens on; exit with 1 if a mode is slower than another",
     "options": "every option of the loss over logits",
-    "losses": "class weights, soft targets, distillation and log-probabilities, over logits and of heads",
+    "losses": "class weights, distillation and log-probabilities, over logits and of heads",
     "objective": "an objective inside the head and in two steps, alongside other projects'",
     "rl": "log-probabilities and entropies, as frameworks for reinforcement learning call for them",
     "compile": "a head and its loss, compiled by torch.compile and not",

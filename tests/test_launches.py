@@ -26,8 +26,6 @@ ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
 NEVER = {
     ("element_mul_kernel", None, "padded"): "a gradient of padded columns is 0 already, and it scales whole rows",
-    ("part_kernel of soft_labels", "stats", None): "soft targets have one exchange",
-    ("second_kernel of soft_labels", None, None): "soft targets have one exchange",
     ("second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, None, "padded"): "it leaves padded columns to other kernels",
 }
@@ -54,7 +52,6 @@ OUTPUTS_OF_LABELS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "prediction
 OF_LABELS_ALONE = ("temperature", "threshold", "valid_rows", "total", *OUTPUTS_OF_LABELS)
 OF_LABELS_ALONE += tuple(f"grad_{name}" for name in OUTPUTS_OF_LABELS)
 NOT_BESIDE = {
-    "soft_labels": ("labels", "second", *OF_LABELS_ALONE),
     "divergences": ("class_weight", *OF_LABELS_ALONE),
     "lanes": ("other", "second", "stats"),
 }
@@ -65,9 +62,7 @@ NEVER |= {
     for tensor in tensors
 }
 NEVER |= {
-    (f"part_kernel of {loss}", f"ranks={n}", None): "parts of a second exchange alone merge the ranks"
-    for loss in ("lanes", "soft_labels")
-    for n in (2, 3)
+    ("part_kernel of lanes", f"ranks={n}", None): "parts of a second exchange alone merge the ranks" for n in (2, 3)
 }
 NEVER[("second_kernel of lanes", None, None)] = "labels have one exchange"
 
@@ -88,15 +83,22 @@ def launched(where: Where) -> set[Entry]:
             for case in module.LOGITS:
                 with suppress(AssertionError), programs(case["programs"]):
                     module.test_logits(("triton", where.device), case)
-        unreduced_pairs(where)  # nor does one of them come to these rows
+        calls_of_rare_rows(where)  # nor does one of them come to these
     return entries
 
 
-def unreduced_pairs(where: Where) -> None:
-    """Losses of two tensors whose outputs the launch of the statistics stores: of several tiles, of a padded row."""
+def calls_of_rare_rows(where: Where) -> None:
+    """Losses of two tensors whose outputs the launch of the statistics stores: of several tiles, of a padded row.
+
+    And rows of clusters that are no whole vectors.
+    """
     x, y = torch.zeros(2, 2, 8192, device=where.device)
     distillation_loss(x, y, reduction="none", impl="triton")
-    vocab_parallel_cross_entropy(x, y, reduction="none", impl="triton", vocab_size=8190)
+    distillation_loss(x, y, reduction="none", impl="triton", vocab_size=8190)
+    if not where.small:
+        logits = torch.zeros(100, 60_003, device=where.device, requires_grad=True) * 1
+        labels = torch.zeros(100, dtype=torch.int64, device=where.device)
+        vocab_parallel_cross_entropy(logits, labels, gradient="in_forward", impl=where.impl)
 
 
 def check(entries: set[Entry], left_out: set[str]) -> None:

@@ -24,7 +24,7 @@ SEEDS = sorted({*seeds(N_CALLS * (len(KINDS[False]) if torch.cuda.is_available()
 NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
 NOT_DRAWN |= {"copy_to_ranks", "sampling_threshold", "top_k"}  # no losses
 NOT_DRAWN |= {"linear_objective"}  # some calls of linear_token_log_probs
-CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
+CONFIGURED_AGAIN = {"one_pass"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",
     "impl": "the command's",

@@ -18,10 +18,7 @@ LOGITS_DTYPES = (*HEAD_DTYPES, torch.float64)
 LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
 NO_COLUMNS = "if this rank has none of the vocabulary, pass vocab_size= on every rank"
-NOT_ONE_HOT = (
-    "pass the global id of each token, or one-hot labels as probabilities of a floating-point dtype to "
-    "vocab_parallel_cross_entropy"
-)
+NOT_ONE_HOT = "pass the global id of each token; of one-hot labels that is argmax(-1), of all ranks' columns"
 NOT_WEIGHT = (
     "weight: expected weights of classes as class_weight, got weight; rename it (a head's weight goes to "
     "linear_cross_entropy, or in the head to LinearCrossEntropy)"
@@ -155,7 +152,7 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits", name: 
     """Raise unless they are integer ids on the device of ``tokens``, which is ``subject``."""
     remedy = f"; pass ids as {name}.long()"
     if isinstance(labels, Tensor) and labels.dtype.is_floating_point:
-        remedy = "; pass integer ids; only vocab_parallel_cross_entropy takes probabilities as labels"
+        remedy = f"; pass integer ids; of probabilities, distillation_loss(logits, {name}.log()) has the same gradient"
     expect(name, labels, LABEL_DTYPES, remedy, on=tokens, subject=subject)
 
 

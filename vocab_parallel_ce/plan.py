@@ -226,7 +226,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         launchers = bind(launchers, loss, options, shard, key, settings)
     outputs, mean_over = loss.outputs(options), ""
     if settings.reduction == "mean":
-        mean_over = "weights" if key.class_weight and loss.divides_by_weights else "rows"
+        mean_over = "weights" if key.class_weight else "rows"
     return Plan(
         loss=loss,
         launchers=launchers,

@@ -52,8 +52,8 @@ class Role(NamedTuple):
     """What a target holds, and along which axes: the facts by which the functions below treat it.
 
     ``kind`` is ``"ids"``, integers; ``"numbers"`` of any floating-point dtype, which become that of the arithmetic;
-    ``"logits"``, or probabilities, read in their own dtype; or ``"head"``, a tensor of another head. ``axes`` are in
-    the order of the shape. Rows are put in the order of a head's, tokens stay in their own.
+    ``"logits"``, read in their own dtype; or ``"head"``, a tensor of another head. ``axes`` are in the order of the
+    shape. Rows are put in the order of a head's, tokens stay in their own.
     """
 
     kind: Literal["ids", "numbers", "logits", "head"]
@@ -61,7 +61,6 @@ class Role(NamedTuple):
     name: str = ""  # the caller's, if the field has another
     fill: float | None = None  # stands for no id, and in rows that no token has; None: ignore_index
     checks_memory: bool = False  # whether each call checks that its memory can be read where it lies
-    same_columns: bool = False  # whether it has all columns of the logits; else padding may differ
 
 
 # Of each kind but ids, as `checks.expect` takes them; `check_parameter` knows those of a head.
@@ -122,9 +121,6 @@ def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
             expected = f"[{', '.join(map(str, (*of_tokens, 'k')))}] with at least one {one} per token"
             remedy = f"; for one id pass {name}.unsqueeze(-1)" if shape == of_tokens else ""
             raise ValueError(f"{name}: shape must be {expected}, got {shape}{remedy}")
-    elif role.same_columns and target.shape != tokens.tensor.shape:
-        expected = f"that of {tokens.subject}, {tuple(tokens.tensor.shape)}"
-        raise ValueError(f"{name}: shape of probabilities must be {expected}, got {shape}; ids are int64 or int32")
     elif role.axes[0] != "columns" and shape[:-1] != of_tokens:
         expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
         raise ValueError(f"{name}: shape must be {expected}, got {shape}")

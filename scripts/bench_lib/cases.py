@@ -145,7 +145,6 @@ TARGETS: dict[Case, dict[str, float]] = {
 # Of the command "losses": a provider, whose time is over that of another, and the most that it may be.
 LOSSES_TARGETS = [
     ("mean, class_weight", "mean", 1.03),
-    ("soft_cross_entropy", "copy", 2.75),
     *(
         (f"distillation, {name}", "copy", 2.75)
         for name in ("forward", "reverse", "js", f"top {TOP}", "forward, hard_weight")

@@ -41,12 +41,6 @@ def on_labels(**options: Any) -> Call:
     return lambda x, labels, other, own: vocab_parallel_cross_entropy(x, labels, reduction="none", **options, **own)
 
 
-def on_probabilities(**options: Any) -> Call:
-    return lambda x, labels, other, own: vocab_parallel_cross_entropy(
-        x, (other * 0.1).exp(), reduction="none", **options, **own
-    )
-
-
 def on_teacher(**options: Any) -> Call:
     def call(x: Tensor, labels: Tensor, other: Tensor, own: dict[str, Any]) -> Any:
         given = {"labels": labels} if "hard_weight" in options else {}
@@ -67,11 +61,6 @@ CALLS: dict[str, Call] = {
     ),
     "given ids": lambda x, labels, other, own: token_log_probs(
         x, labels[:, None] - torch.arange(5).to(x.device), **own
-    ),
-    "probabilities": on_probabilities(),
-    "probabilities, options": on_probabilities(label_smoothing=0.1, z_loss=0.01, softcap=20.0),
-    "probabilities, class weights": lambda x, labels, other, own: on_probabilities(class_weight=weights(x))(
-        x, labels, other, own
     ),
     **{name: on_teacher(divergence=name) for name in DIVERGENCES},
     **{f"{name}, hard labels": on_teacher(divergence=name, temperature=2.0, hard_weight=0.5) for name in DIVERGENCES},

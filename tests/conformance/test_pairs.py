@@ -6,9 +6,7 @@ import torch
 from tests.conformance.widths import (
     HARD,
     PLACE,
-    WEIGHTING,
     beside,
-    class_weight,
     columns_of,
     each,
     made_of,
@@ -23,10 +21,8 @@ from tests.support.cases.soft import (
     assert_right,
     divergences,
     grad_output_of,
-    soft_losses,
-    soft_targets,
 )
-from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
+from vocab_parallel_ce import distillation_loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 OTHER = {"other_dtype": DTYPES, "other_layout": PLACE["layout"]}
@@ -45,30 +41,6 @@ def check(impl_device, case, function, pair, options, other=None, **given):
     loss = function(x, other, **of_call)
     loss.backward(grad_output_of(options, len(pair.logits)).view_as(loss).to(device))
     assert_right(Results((loss.view(-1) if loss.shape == shape else loss,), leaf.grad), pair, **options)
-
-
-SOFT = covering(
-    **PLACE,
-    kind=HARD,
-    **OTHER,
-    weighting=WEIGHTING,
-    z_loss=(0.0, 0.02),
-    softcap=(None, 10.0),
-    logit_scale=(1.0, 0.4),
-    **WAYS,
-)
-
-
-@pytest.mark.quick(6)
-@each(SOFT)
-def test_soft_targets(impl_device, case):
-    logits, _ = made_of(case)
-    targets = soft_targets(logits).to(case["other_dtype"])
-    options = {name: case[name] for name in ("z_loss", "softcap", "logit_scale")}
-    options["label_smoothing"] = 0.1 * (case["weighting"][0] == "torch")
-    known, given = class_weight(case, impl_device[1])
-    other, pair = beside(targets, case, impl_device[1]), Pair(logits, targets, soft_losses)
-    check(impl_device, case, vocab_parallel_cross_entropy, pair, options | known, other, **given)
 
 
 DISTILLATION = covering(

@@ -6,16 +6,16 @@ import torch
 from tests.support.cases.inputs import IGNORE_INDEX, Batch
 from tests.support.cases.logits import SMOOTHING, broad_rows
 from tests.support.cases.pairs import covering
-from tests.support.cases.soft import Pair, divergences, soft_losses, soft_targets, topk_loss, topk_losses
+from tests.support.cases.soft import Pair, divergences, topk_loss, topk_losses
 from tests.support.cases.weights import weights
 from tests.support.ranks.case import Case, check, run
 from tests.support.ranks.pools import in_ranks
-from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
+from vocab_parallel_ce import distillation_loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 ROWS, VOCAB = 5, 263
 BOUNDS = [(0, 88), (88, 176), (176, 264)]  # the last column is padding
-SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "soft": [16], "top-k": [24], "top-k js": [24]}  # bytes per row
+SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "top-k": [24], "top-k js": [24]}  # bytes per row
 in_three_ranks = in_ranks((3,), (3,), ())
 
 
@@ -48,9 +48,7 @@ def test_losses_against_a_distribution(rank_pool, impl, case):
     teacher = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)) * 3 + logits * 0.3
     loss, options = case["loss"], {"reduction": case["reduction"]}
     hard = case["hard"] if loss in DIVERGENCES else None
-    if loss == "soft":
-        function, pair = vocab_parallel_cross_entropy, Pair(logits, soft_targets(logits), soft_losses)
-    elif loss in ("top-k", "top-k js"):
+    if loss in ("top-k", "top-k js"):
         log_probs, ids = teacher.log_softmax(-1).topk(3)
         options |= {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
         options |= {"divergence": "js", "beta": 0.3} if loss == "top-k js" else {}

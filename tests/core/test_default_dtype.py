@@ -20,7 +20,6 @@ LOSSES = {
     "mean": lambda z, h, w: vp.vocab_parallel_cross_entropy(z, LABELS, z_loss=0.1, outputs=("lse",), softcap=9.0),
     "no items": lambda z, h, w: vp.vocab_parallel_cross_entropy(z, LABELS, num_items=NO_ITEMS),
     "in forward": lambda z, h, w: vp.vocab_parallel_cross_entropy(z * 1, LABELS, gradient="in_forward"),
-    "targets": lambda z, h, w: vp.vocab_parallel_cross_entropy(z, z.detach().softmax(-1), label_smoothing=0.1),
     "log-probs": lambda z, h, w: vp.token_log_probs(z, LABELS, temperature=SCALES, outputs=("entropy",)),
     "sampler": lambda z, h, w: vp.token_log_probs(
         z, LABELS, threshold=vp.sampling_threshold(z, top_k=5, top_p=0.9)

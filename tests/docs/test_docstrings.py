@@ -19,7 +19,6 @@ pytestmark = pytest.mark.reference
 
 NEED_THEIR_FRAMEWORK = {  # the pages of the integrations have examples of these
     **dict.fromkeys(("transformers", "trl", "megatron", "nemo_automodel", "skyrl", "swift"), "every name"),
-    "deepspeed": "vocab_parallel_linear",  # which asks DeepSpeed for the shards
     "torchtitan": "every name",
     "verl": "vocab_parallel_",  # which ask Megatron-Core for the group
 }

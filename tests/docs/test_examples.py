@@ -142,5 +142,5 @@ def test_each_line_of_the_table_of_options(option, line):
 def test_the_table_has_every_option():
     options = ("label_smoothing", "z_loss", "softcap", "logit_scale", "num_items", "class_weight")
     lines = [line for _, line in OPTION_LINES]
-    for option in (*options, "vocab_size=1003", "VocabShard(", "temperature", "outputs=", "softmax("):
+    for option in (*options, "vocab_size=1003", "VocabShard(", "temperature", "outputs="):
         assert any(option in line for line in lines), option

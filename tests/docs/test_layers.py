@@ -20,7 +20,7 @@ pytestmark = pytest.mark.reference
 PACKAGE = "vocab_parallel_ce"
 FRAMEWORKS = (
     *("transformers", "trl", "peft", "megatron", "torchtitan", "verl", "nemo_rl", "openrlhf", "lightning"),
-    *("deepspeed", "swift", "nemo_automodel", "skyrl", "areal"),
+    *("deepspeed", "swift", "nemo_automodel", "skyrl"),
 )
 OWNERS = {"triton": {"kernels/", "one_pass/"}, "torch.distributed": {"collectives", "dtensor", "integrations/"}}
 OWNERS |= {framework: {"integrations/"} for framework in FRAMEWORKS}

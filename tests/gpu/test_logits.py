@@ -66,7 +66,7 @@ def step_of_soft_losses(logits, labels, numbers):
     leaf, teacher = logits.detach().requires_grad_(), logits.detach().flip(-1)
     log_probs, ids = teacher.float().log_softmax(-1).topk(4)
     js = distillation_loss(leaf * 1, teacher, divergence="js", labels=labels, hard_weight=0.5)
-    losses = [js, vocab_parallel_cross_entropy(leaf * 1, teacher.softmax(-1))]
+    losses = [js, distillation_loss(leaf * 1, teacher.softmax(-1).log())]
     known = (TopKTeacher(ids, log_probs, rest) for rest in ("ignore", "bucket"))
     losses += [distillation_loss(leaf * 1, each, labels=labels) for each in known]
     return *(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), leaf)

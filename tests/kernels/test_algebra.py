@@ -8,21 +8,22 @@ from tests.support.host.fresh import ROOT, fresh_python
 
 pytestmark = pytest.mark.compile_only
 
-PACKAGE, FILE = "vocab_parallel_ce", "kernels/soft_labels.py"
+PACKAGE, FILE = "vocab_parallel_ce", "kernels/divergences.py"
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from tests.support.kernels import compile_kernels, kernel_variants
-from vocab_parallel_ce.kernels import soft_labels
+from vocab_parallel_ce.kernels import divergences
+from vocab_parallel_ce.losses.divergences import DivergenceOptions
 
-assert soft_labels.__file__.startswith(PLACE)
-variants = kernel_variants.of_soft_labels("bf16", "bf16", False, "plain")
-outputs = next(variant for variant in variants if variant.name.startswith("target_outputs"))
+assert divergences.__file__.startswith(PLACE)
+variants = kernel_variants.of_divergence("bf16", False, DivergenceOptions())
+outputs = next(variant for variant in variants if variant.name.startswith("divergence_outputs"))
 print(triton.compile(compile_kernels.source_of(outputs), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """
 EDITS = {  # of functions of the algebra: of one itself, and of one that another calls
-    "loss": ("log_sum = tl.log(stats.sum_exp)\n", "log_sum = tl.log(stats.sum_exp) + 12345.0\n"),
-    "times": ("tl.where(target == 0, 0.0, target * shifted)", "tl.where(target == 0, 12345.0, target * shifted)"),
+    "loss": ("student_log = tl.log(stats.student_sum)\n", "student_log = tl.log(stats.student_sum) + 12345.0\n"),
+    "moved": ("tl.where(weight_sum == 0, 0.0, weight_sum", "tl.where(weight_sum == 0, 12345.0, weight_sum"),
 }
 NUMBER = "0f4640E400"  # 12345
 

@@ -47,7 +47,6 @@ LOSSES = {
     "temperature": lambda x, y, t: token_log_probs(x, y, temperature=t[:, 0].exp(), impl="triton"),
     "threshold": lambda x, y, t: token_log_probs(x, y, threshold=t[:, 0] - 3, impl="triton"),
     "entropy": lambda x, y, t: token_log_probs(x, y, outputs=("entropy",), impl="triton").entropy,
-    "probabilities": lambda x, y, t: vocab_parallel_cross_entropy(x, t.softmax(-1), reduction="none", impl="triton"),
     "forward": lambda x, y, t: distillation_loss(x, t, impl="triton", reduction="none"),
     "js": lambda x, y, t: distillation_loss(x, t, divergence="js", impl="triton", reduction="none"),
     "hard": lambda x, y, t: distillation_loss(x, t, labels=y, hard_weight=0.5, impl="triton"),

@@ -32,7 +32,6 @@ def with_entropy(z, y, reduction, **options):
 LOSSES = {
     "labels": vocab_parallel_cross_entropy,
     "log-probs": with_entropy,
-    "targets": lambda z, y, **options: vp.vocab_parallel_cross_entropy(z, teacher_of(z).softmax(-1), **options),
     "divergence": lambda z, y, **options: vp.distillation_loss(z, teacher_of(z), labels=y, **options),
     "known tokens": known_tokens,
 }

@@ -24,7 +24,6 @@ OPTIONS = {
     "metrics": {"outputs": METRICS, "z_loss": 0.1, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "check_labels": True},
     "class weights": {"label_smoothing": 0.1},
-    "targets": {"label_smoothing": 0.1},
     "divergence": {"divergence": "js", "beta": 0.3, "hard_weight": 0.2},
     "divergence, none": {"divergence": "reverse", "reduction": "none"},
 }
@@ -34,8 +33,6 @@ def targets_for(name, labels):
     """The loss, its targets over logits, and those of a head."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(N, VOCABULARY, generator=generator)
-    if name == "targets":
-        return "soft_labels", [rows.softmax(-1), torch.rand(VOCABULARY)], None
     if name.startswith("divergence"):
         head = torch.randn(N, 5, generator=generator), torch.randn(VOCABULARY, 5, generator=generator), None
         return "divergences", [rows, labels], [*head, labels]

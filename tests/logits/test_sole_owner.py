@@ -63,8 +63,6 @@ class Program:
         labels, targets = self.labels.view(logits.shape[:-1]), self.targets.view(logits.shape)
         if self.function == "log_probs":
             return -vp.token_log_probs(logits, labels, **options).mean()
-        if self.function == "soft":
-            return vp.vocab_parallel_cross_entropy(logits, targets, **options)
         if self.function == "distillation":
             return vp.distillation_loss(logits, targets.log(), **options)
         return vp.vocab_parallel_cross_entropy(logits, labels, **options)
@@ -72,7 +70,7 @@ class Program:
     def expected(self, dtype):
         weight = self.weight.detach().to(dtype).requires_grad_()
         logits = self.hidden.to(dtype) @ weight.t()
-        if self.function in ("soft", "distillation"):
+        if self.function == "distillation":
             loss = F.cross_entropy(logits, self.targets.to(dtype))
         else:
             loss = F.cross_entropy(logits, self.labels)
@@ -243,7 +241,7 @@ SEVERAL = {
 
 
 @pytest.mark.interpreted(3)
-@pytest.mark.parametrize("function", ("loss", "log_probs", "soft", "distillation"))
+@pytest.mark.parametrize("function", ("loss", "log_probs", "distillation"))
 @pytest.mark.parametrize("owner", (*IN_PLACE, *IN_NEW_TENSORS))
 def test_logits_are_overwritten_exactly_if_nobody_sees_them(impl_device, owner, function):
     """Accuracy after backward was 0, and 1 once the loss was compiled."""

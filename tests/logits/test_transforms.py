@@ -35,7 +35,6 @@ OF_LOGITS = {
     "mean": vp.vocab_parallel_cross_entropy,
     "none": lambda z, y, **k: vp.vocab_parallel_cross_entropy(z, y, reduction="none", **k).sum(),
     "log-probs": lambda z, y, **k: vp.token_log_probs(z, y, **k).sum(),
-    "targets": lambda z, y, **k: vp.vocab_parallel_cross_entropy(z, rows_like(z) / COLUMNS, **k),
     "divergence": lambda z, y, **k: vp.distillation_loss(z, rows_like(z), **k),
     "known tokens": lambda z, y, **k: vp.distillation_loss(z, known(y), **k),
 }

@@ -76,9 +76,6 @@ def refused(message, call):
         raise AssertionError(f"not refused: {message}")
 
 refused("loss_weight: must be positive", lambda: results(ways[0], loss_weight=-1))
-probs = torch.rand(2, 7)
-probabilities = lambda: package.vocab_parallel_cross_entropy(hidden @ weight.t(), probs, loss_weight=2.5)
-refused("loss_weight: has no use with probabilities", probabilities)
 """
 
 

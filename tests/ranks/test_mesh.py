@@ -37,7 +37,6 @@ def _with_mesh_and_group(rank, group, impl):
         "log-probs": lambda group: package.token_log_probs(logits, labels, group=group, outputs=("lse", "entropy")),
         "head": lambda group: package.linear_cross_entropy(hidden, weight, labels, group=group, impl=impl),
         "head, log-probs": lambda group: package.linear_token_log_probs(hidden, weight, labels, group=group),
-        "soft": lambda group: package.vocab_parallel_cross_entropy(logits, logits.softmax(-1), group=group),
         "distillation": lambda group: package.distillation_loss(logits, logits * 2, group=group),
         "heads": lambda group: package.linear_distillation_loss(*heads, group=group),
         "module": lambda group: package.VocabParallelCrossEntropy(group=group)(logits, labels),

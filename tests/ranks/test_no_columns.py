@@ -31,10 +31,10 @@ def _made(device):
     generator = torch.Generator().manual_seed(0)
     shapes = {"hidden": (TOKENS, WIDTH), "weight": (V, WIDTH), "bias": (V,), "teacher": (TOKENS, V), "own": (V, WIDTH)}
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    made["probs"], made["weights"] = made["teacher"].softmax(-1), torch.linspace(0.5, 2.0, V)
+    made["weights"] = torch.linspace(0.5, 2.0, V)
     made["labels"] = torch.tensor([0, 4, -100, 3, 1, 2])
     made["ids"] = torch.tensor([[0, 4, -100], [4, 1, 2]]).repeat(3, 1)
-    made["known"] = made["probs"].log().topk(2)
+    made["known"] = made["teacher"].log_softmax(-1).topk(2)
     made["temperature"] = torch.linspace(0.5, 1.5, TOKENS)
     return {n: t.to(device) if isinstance(t, torch.Tensor) else tuple(p.to(device) for p in t) for n, t in made.items()}
 
@@ -59,7 +59,6 @@ def _over_logits(m, columns, **on):
             logits, threshold=vp.sampling_threshold(logits, top_k=4, top_p=0.95, **of_columns)
         ),
         "given ids": partial(vp.token_log_probs, labels=m["ids"], **on),
-        "probabilities": partial(vp.vocab_parallel_cross_entropy, labels=m["probs"][:, columns], **on),
         "teacher": partial(distil, teacher=m["teacher"][:, columns], labels=m["labels"], hard_weight=0.5),
         "teacher, js": partial(distil, teacher=m["teacher"][:, columns], divergence="js"),
         "known tokens": partial(distil, teacher=teacher),
@@ -140,7 +139,7 @@ def _fronts(rank, group, impl, bounds, takes_size, backend=None):
     return found, {name: _of_head(head, call) for name, call in over_heads.items()}
 
 
-COMPILED = ("every option", "probabilities", "teacher")
+COMPILED = ("every option", "teacher")
 
 
 def _compiled(call, backend):
@@ -268,7 +267,6 @@ def _that_require_a_gradient(rank, group, impl):
     grid = m["teacher"][:, start:stop].softmax(-1).requires_grad_()
     weights = torch.ones(stop - start, device=logits.device, requires_grad=True)
     return [
-        error_of(partial(vp.vocab_parallel_cross_entropy, logits, grid, **on)),
         error_of(partial(vp.distillation_loss, logits, grid, **on)),
         error_of(partial(vp.vocab_parallel_cross_entropy, logits, m["labels"], class_weight=weights, **on)),
     ]
@@ -278,6 +276,6 @@ def _that_require_a_gradient(rank, group, impl):
 def test_targets_that_require_a_gradient_are_refused_on_every_rank(rank_pool, impl):
     """A rank that padded them first forgot it, and waited for the others."""
     expected = "expected a tensor that requires no gradient, got one that does; pass its detach()"
-    names = "labels", "teacher", "class_weight"
+    names = "teacher", "class_weight"
     for errors in rank_pool.run(_that_require_a_gradient, impl):
         assert errors == [f"TypeError: {name}: {expected}" for name in names]

@@ -76,7 +76,7 @@ OF_BOTH: list[Row] = [
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
-    ({"labels": BIAS.expand(2, 3, COLUMNS)}, TypeError, "labels: dtype .*float32; .*vocab_parallel_cross_entropy"),
+    ({"labels": BIAS.expand(2, 3, COLUMNS)}, TypeError, "labels: dtype .*float32; .*distillation_loss"),
     ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": PADDED, "vocab_size": 20, "check_labels": True}, ValueError, r"labels: .*\[0, 20\) .*\(0, 2\): 20$"),
     ({"main_grad": True}, TypeError, "main_grad: .*Tensor.*bool"),
@@ -125,12 +125,12 @@ OF_LOSS: list[Row] = [
     ({"gradient": "in_forward", **NONE}, ValueError, "gradient: 'in_forward' .*none"),
     ({"label_smoothing": 1.01}, ValueError, "label_smoothing: must be in"),
     ({"num_items": 3, **NONE}, ValueError, "num_items: expected reduction"),
-    ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*probabilities"),
+    ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*one-hot"),
     (ONE_PASS, ValueError, "impl: 'one_pass' needs a GPU"),
     *KEPT,
 ]
 OF_LOG_PROBS: list[Row] = [
-    ({"labels": LABELS[..., None].expand(2, 3, COLUMNS)}, ValueError, "labels: .*number of given ids.*probabilities"),
+    ({"labels": LABELS[..., None].expand(2, 3, COLUMNS)}, ValueError, "labels: .*number of given ids.*one-hot"),
     *TEMPERATURES,
     *OUTPUTS,
 ]

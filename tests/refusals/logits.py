@@ -112,7 +112,7 @@ TENSORS: list[Row] = [
 PER_COLUMN: Row = (
     {"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)},
     ValueError,
-    r"labels: .*\(2, 3\), got \(2, 3, 21\); .*id.*probabilities",
+    r"labels: .*\(2, 3\), got \(2, 3, 21\); .*id.*one-hot",
 )
 ROWS = torch.ones(2, 3)
 TEMPERATURES: list[Row] = [

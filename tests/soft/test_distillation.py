@@ -11,6 +11,7 @@ from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.soft import Pair, divergences
 from tests.support.ranks.in_turn import in_turn
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import (
     Head,
     TopKTeacher,
@@ -55,6 +56,58 @@ def test_pytorchs_and_trls_numbers():
         expected = theirs(*given, beta=beta, temperature=1.7, reduction="sum")
         loss = distillation_loss(*given, divergence="js", beta=beta, temperature=1.7, reduction="sum")
         torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("label_smoothing", (0.0, 0.1))
+def test_a_teacher_takes_the_place_of_probabilities_as_labels(impl_device, dtype, label_smoothing):
+    """The gradient of PyTorch's loss of probabilities, also one-hot and with zeros; the loss without their entropy."""
+    (impl, device), made = impl_device, pair_of(dtype, torch.float32)
+    probs = made.other.softmax(-1)
+    probs[1] = F.one_hot(probs[1].argmax(), COLUMNS)
+    probs[2] = torch.where(probs[2] > 1 / COLUMNS, probs[2], 0.0)
+    probs[2] /= probs[2].sum()
+    teacher = ((1 - label_smoothing) * probs + label_smoothing / COLUMNS).log()
+    leaf = made.logits.to(device).requires_grad_()
+    loss = distillation_loss(leaf * 1, teacher.to(device), reduction="none", impl=impl)
+    (grad,) = torch.autograd.grad(loss.mean(), leaf)
+    found = []
+    for wide in (torch.float64, torch.float32):
+        x = made.logits.to(wide).requires_grad_()
+        losses = F.cross_entropy(x, probs.to(wide), label_smoothing=label_smoothing, reduction="none")
+        entropy = torch.special.entr(teacher.to(wide).exp()).sum(-1)
+        found.append((losses.detach() - entropy, *torch.autograd.grad(losses.mean(), x)))
+    (true_loss, true_grad), (peer_loss, peer_grad) = found
+    assert_within_budget(loss.detach(), true_loss, peer_loss, float(true_loss.max() + entropy.max()))
+    assert_within_budget(grad, true_grad, peer_grad)
+
+
+@pytest.mark.reference
+def test_where_the_gradient_is_written():
+    """In place by name, unless the teacher lies in the same memory; a teacher that changes before backward raises."""
+    made = pair_of()
+    leaf = made.logits.clone().requires_grad_()
+    logits = leaf * 1
+    loss = distillation_loss(logits, made.other, gradient="in_backward")
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert grad.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, logits)
+    with pytest.raises(ValueError, match="has left its gradient"):
+        distillation_loss(logits, made.other)
+    for which in range(2):
+        tensors = leaf * 1, made.other.clone()
+        loss = distillation_loss(*tensors)
+        tensors[which].mul_(2)
+        with pytest.raises(RuntimeError, match="were overwritten before backward"):
+            loss.backward()
+    logits = leaf + 1
+    loss = distillation_loss(logits, logits.detach())
+    kept = logits.detach().clone()
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
+    with pytest.raises(ValueError, match="^teacher: expected memory of its own"):
+        distillation_loss(logits, logits.detach(), gradient="in_backward")
 
 
 @pytest.mark.usefixtures("unread_labels")

@@ -52,7 +52,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/walk": f"-m 'interpreter or reference' {OF_WALKS} {OF_PAIRS}",
     "kernels/rows": f"{INTERPRETED} {OF_PAIRS} {NUMBERS}",
     "kernels/algebra": f"{INTERPRETED} {OF_PAIRS}",
-    "kernels/soft_labels": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/divergence_rows": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
     "kernels/largest": "tests/kernels/test_largest.py",

@@ -20,10 +20,8 @@ from vocab_parallel_ce.api.call import (
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, log_probs_at
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.losses.soft_labels import SOFT_LABELS, SoftLabels
 from vocab_parallel_ce.options import checked_outputs, divided_by, settings_of
 from vocab_parallel_ce.shard import VocabShard
 
@@ -55,11 +53,8 @@ def vocab_parallel_cross_entropy(
         z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
         loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
 
-    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail. Labels
-    may be probabilities, as in PyTorch, ``t_i`` of each column; with ``w = class_weight``, or 1::
-
-        t'   = w * ((1 - e) * t + e / V)
-        loss = sum_i t'_i * (lse - z_i) + z_loss * lse^2
+    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail.
+    Probabilities as labels are a teacher: see :func:`distillation_loss`.
 
     Overwrites: by default nothing that anybody can still read; see ``gradient``. Not counted are work queued on another
     CUDA stream, other processes with a CUDA tensor's memory, and weak references of C++. Nothing is overwritten if no
@@ -67,7 +62,7 @@ def vocab_parallel_cross_entropy(
     themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
-    none. ``K`` is 3, with label smoothing 2 more, with class weights 1 more; 4 with probabilities.
+    none. ``K`` is 3, with label smoothing 2 more, with class weights 1 more.
     Outputs add to it: 1 each for ``"entropy"``, ``"sum_sq_probs"`` and predictions, 2 for ``"mean_logit"`` without
     smoothing. The host waits for the device only with ``check_labels=True``; every
     path can be captured in a CUDA graph. Under ``torch.compile`` it is one operator, and the
@@ -77,9 +72,7 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides. For fp64, as for a gradient
             check, plain PyTorch runs, in fp64 throughout; so is the loss.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank; :func:`next_labels`
-            makes those of the next token. Or probabilities
-            ``[..., C]`` of the same columns, bf16, fp16, fp32 or fp64, taken as they are, also if they do not sum to 1.
-            They get no gradient, a mean divides by all rows, and a ``-inf`` logit is excluded where ``t'`` is 0.
+            makes those of the next token.
         group: the ``ProcessGroup`` of the ranks that share a vocabulary, or a ``DeviceMesh`` of one dimension; None for
             logits that hold all of it. All of its ranks call, with arguments that fit together; :func:`verify_calls`
             checks that.
@@ -94,7 +87,7 @@ def vocab_parallel_cross_entropy(
         class_weight: ``[V]``, or ``[C]`` for this rank's columns, of any floating dtype: PyTorch's ``weight``. A mean
             is divided by the sum of the labels' weights.
         outputs: names of fields of :class:`Outputs` to return alongside the loss: ``("entropy", "predictions")``.
-            ``V`` is at most 2**24 for predictions. Not for probabilities.
+            ``V`` is at most 2**24 for predictions.
         gradient: where it is written. ``"auto"``: over the logits if nobody else can see them when backward runs,
             otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
             over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
@@ -149,11 +142,7 @@ def vocab_parallel_cross_entropy(
     )
     if num_items is not None:
         settings = divided_by(num_items, settings)
-    loss: Loss = LABELS
-    targets: Any = Labels(labels, class_weight)
-    if isinstance(labels, Tensor) and labels.is_floating_point():
-        loss, targets = SOFT_LABELS, SoftLabels(labels, class_weight)
-    losses = run_logits(loss, logits, targets, settings, group=group, num_items=num_items)
+    losses = run_logits(LABELS, logits, Labels(labels, class_weight), settings, group=group, num_items=num_items)
     return record_of("loss", losses, settings) if settings.outputs else losses.loss
 
 

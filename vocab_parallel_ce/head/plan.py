@@ -244,7 +244,7 @@ def make_head_plan(
     # To record a call keeps all that it makes, and a teacher's logits are large.
     has_teacher = loss.HeadTargets is not loss.Targets
     is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not has_teacher
-    mean_over = "weights" if loss.divides_by_weights and class_weight else "rows"
+    mean_over = "weights" if class_weight else "rows"
     mean_over = mean_over if settings.reduction == "mean" else ""
     can_count = n_tokens <= plan.launchers.counted_rows and not takes_one_pass(plan, n_tokens)
     counts_in_launch = is_one_program and mean_over == "rows" and head.valid_tokens is None and can_count

@@ -27,7 +27,6 @@ TESTED = {
     "ms-swift": ("4.6.0",),
     "nemo-automodel": ("0.7.0",),
     "skyrl": ("0.4.0",),
-    "areal": ("1.0.4",),
     "lightning": ("2.6.6",),
     "accelerate": ("1.15.0",),
 }
@@ -35,8 +34,8 @@ TESTED = {
 logger = logging.getLogger("vocab_parallel_ce")
 
 MODULES = (
-    *("areal", "deepspeed", "dtensor", "megatron", "nemo_automodel", "nemo_rl", "openrlhf", "skyrl", "swift"),
-    *("torchtitan", "transformers", "trl", "verl"),
+    *("dtensor", "megatron", "nemo_automodel", "nemo_rl", "openrlhf", "skyrl", "swift", "torchtitan"),
+    *("transformers", "trl", "verl"),
 )
 
 

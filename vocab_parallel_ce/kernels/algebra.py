@@ -1,4 +1,4 @@
-"""A loss as kernels take it: its jit functions, the tensors that they read, and what losses of two tensors share.
+"""A loss as kernels take it: its jit functions, and the tensors that they read.
 
     dloss/dx_i = gradient(factors(merged statistics, grads / divisor), x_i)
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, Rows, pair_arguments, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.walk import Sizes, column_of, walk_edges
+from vocab_parallel_ce.kernels.walk import Sizes
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 
@@ -35,20 +35,16 @@ class Algebra(NamedTuple):
     merge_lanes: Any  # (a, b, options): lanes of two sets of columns, those of b after those of a
     load_lanes: Any  # (pointers, mask, options, step): packed lanes, step apart
     store_lanes: Any  # (pointers, lanes, options, step): pack them
-    finish: Any  # (lanes, row, place, label, shard_start, sizes, options, LOSS, HAS_EDGES, LANES, VECTOR, UNITS): stats
+    finish: Any  # (lanes, row, place, label, shard_start, sizes, options, HAS_EDGES, LANES, VECTOR, UNITS): stats
     store: Any  # (pointers, stats, options, step): pack them
     load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns, None excludes nothing
     merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
-    outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options, LOSS): store; return losses
-    # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options, LOSS): what the gradients
-    # of a row's columns share, finite if not live; whether the row is read; the label's column, -1 if it is elsewhere
+    outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options): store; return losses
+    # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options): what the gradients of a
+    # row's columns share, finite if not live; whether the row is read; the label's column, -1 if it is elsewhere
     factors: Any
     gradient: Any  # (factors, tile, row): fp32 of each column; 0 for a row that is not live, whose logits are all -inf
-    # Of pairs alone.
-    merge: Any = None  # (stats, options): [UNITS, lanes] over axis 1
-    record: Any = None  # (numbers): the stats of these numbers
-    loss: Any = None  # (stats, second, options): of a row or a vector of rows
-    shares: Any = None  # (stats, second, weight, live, options): factors; weight is grad_output / divisor
+    # Of a second exchange.
     second: Any = None  # (sums, tile, (row, stats)): each lane's two sums with one more tile; None for the first one
     merge_second: Any = None  # (sums): [UNITS, lanes] over axis 1
 
@@ -68,7 +64,7 @@ class KernelLoss(NamedTuple):
     algebra: Algebra
     shard: VocabShard
     options: Any
-    is_pair: bool = True  # something stands alongside each logit
+    is_pair: bool = True  # a teacher's logit stands alongside each logit
     n_lane_fields: int = 0  # of labels: numbers that a lane stores of a part; of pairs 0: its statistics
 
     def read(self, logits: Tensor, targets: Any) -> tuple[tuple[Tensor | None, ...], Rows]:
@@ -151,95 +147,3 @@ def in_units(lanes, UNITS: tl.constexpr):
     """Return the numbers of lanes, ``[LANES]`` each, as ``[n, LANES // n]``, of n units or of the row."""
     n: tl.constexpr = max(UNITS, 1)
     return [tl.reshape(x, [n, x.shape[0] // n]) for x in lanes]
-
-
-# Of a loss of two tensors.
-
-
-@triton.jit
-def pair_target(place, label, shard_start, VECTOR: tl.constexpr):
-    """Return the label's column, -1 if this rank does not have it."""
-    target = tl.full((), -1, tl.int32)
-    if label is not None:
-        target = column_of(label, shard_start, place.n_columns)
-    return target
-
-
-@triton.jit
-def finish_pair(
-    lanes,
-    row,
-    place,
-    label,
-    shard_start,
-    sizes,
-    loss_options,
-    LOSS: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """Walk the edges, and merge the lanes to the statistics of a row."""
-    lanes = walk_edges(place, lanes, row, LOSS.tile, HAS_EDGES, LANES, VECTOR, UNITS)
-    units = LOSS.merge(LOSS.record(in_units(lanes, UNITS)), loss_options)
-    return ops.merge_tree(units, loss_options, LOSS.merge_pair, LOSS.record)
-
-
-@triton.jit
-def pair_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexpr):
-    """Store the losses, and return them."""
-    losses = LOSS.loss(stats, second, loss_options)
-    if label is not None:
-        losses = ops.at_the_edges(losses, label, sizes.vocab_size, loss_options)
-    if divisor is not None:
-        losses = ops.weighted(losses, ops.divisor_weight(divisor))
-    tl.store(outputs.loss + rows, losses, inside)
-    return losses
-
-
-@triton.jit
-def pair_factors(
-    stats,
-    second,
-    label,
-    live,
-    divisor,
-    grads,
-    strides,
-    row,
-    shard_start,
-    sizes,
-    loss_options,
-    LOSS: tl.constexpr,
-):
-    """Return the loss's ``shares``, whether the row is read, and the label's column."""
-    weight = 1.0
-    if grads.loss is not None:
-        weight = tl.load(grads.loss + row * strides.loss)
-    if divisor is not None:
-        share = ops.divisor_weight(divisor)
-        weight *= share
-        live &= share != 0
-    target = tl.full((), -1, tl.int32)
-    if label is not None:
-        weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
-        target = column_of(label, shard_start, sizes.n_valid)
-    return LOSS.shares(stats, second, weight, live, loss_options), live, target
-
-
-def pair_algebra(*, merge_pair: Any, load: Any, store: Any, **functions: Any) -> Algebra:
-    """Return the algebra of a loss of two tensors, whose lanes know what ranks know."""
-    return Algebra(
-        target=pair_target,
-        merge_lanes=merge_pair,
-        load_lanes=load,
-        store_lanes=store,
-        finish=finish_pair,
-        store=store,
-        load=load,
-        merge_pair=merge_pair,
-        outputs=pair_outputs,
-        factors=pair_factors,
-        **functions,
-    )

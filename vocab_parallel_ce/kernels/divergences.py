@@ -1,4 +1,4 @@
-"""Divergence of a student's distribution from a teacher's: the algebra of ``losses.divergences``.
+"""Divergence of a student's distribution from a teacher's, as jit functions: ``losses.divergences`` has the legend.
 
     forward   KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)     dx_i = (s_i - t_i) / T
     reverse   KL = cross / student_sum - log(student_sum) + log(teacher_sum)     dx_i = s_i (log(s_i / t_i) - KL) / T
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import pair_algebra
 from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
 
 SMALL_SHARE = 0.125  # of a mixture: a larger one multiplies the rounding of its logarithm by 8 at most
@@ -312,22 +311,6 @@ def gradient(factors, tile, row):
         hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
         grad = tl.where(h == 1, 0.0, (1 - h) * grad) + h * hard
     return grad * factors.weight
-
-
-ALGEBRA = pair_algebra(
-    empty=empty,
-    tile=tile,
-    merge_pair=merge_pair,
-    load=load,
-    store=store,
-    gradient=gradient,
-    merge=merge,
-    record=record,
-    loss=loss,
-    shares=shares,
-    second=mixture,
-    merge_second=merge_mixture,
-)
 
 
 def kernel_options(options: DivergenceOptions) -> KernelOptions:

@@ -208,7 +208,6 @@ def finish(
     shard_start,
     sizes,
     loss_options,
-    LOSS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -248,7 +247,7 @@ def finish(
 
 
 @triton.jit
-def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexpr):
+def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
     """Store all outputs, and return the losses."""
     weight = 1.0
     if divisor is not None:
@@ -257,20 +256,7 @@ def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_op
 
 
 @triton.jit
-def factors(
-    stats,
-    second,
-    label,
-    live,
-    divisor,
-    grads,
-    strides,
-    row,
-    shard_start,
-    sizes,
-    loss_options,
-    LOSS: tl.constexpr,
-):
+def factors(stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, loss_options):
     """Return the ``RowFactors``, whether the row is read, and the label's column."""
     weight = 1.0
     if divisor is not None:

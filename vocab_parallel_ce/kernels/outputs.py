@@ -94,10 +94,7 @@ def outputs_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265.
-
-    Probabilities, ranks with ``(3, 1.1353, 0.5, 0)`` and ``(2, 1, 0.5, 0)``: loss 0.9076.
-    """
+    """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
     ops.begin(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
@@ -109,7 +106,7 @@ def outputs_kernel(
     merged = merged_ranks(stats, rows, inside, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, rows, inside, n_rows, RANKS)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-    losses = LOSS.outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options, LOSS)
+    losses = LOSS.outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
@@ -149,10 +146,7 @@ def gradient_kernel(
     VECTOR: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Example: ``x = [1, 3, 2]``, label 1: ``[0.0900, -0.3348, 0.2447]``.
-
-    Probabilities ``[0, 0.5, 0.5]`` of the same row: ``[0.0900, 0.1652, -0.2553]``.
-    """
+    """Example: ``x = [1, 3, 2]``, label 1: ``[0.0900, -0.3348, 0.2447]``."""
     ops.begin(OVERLAPS)
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = ops.load_label(labels, row)
@@ -165,7 +159,7 @@ def gradient_kernel(
     sums = summed_ranks(second, row, None, n_rows, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
     factors, live, target = LOSS.factors(
-        merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options, LOSS
+        merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options
     )
     place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
     of_row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least, grads)
@@ -206,7 +200,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
 
 def gradient(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the gradient."""
-    shard, reads_weights = loss.shard, loss.is_pair or bool(loss.options.smoothing)
+    shard, reads_weights = loss.shard, not loss.is_pair and bool(loss.options.smoothing)
 
     @cache_launches
     def launch_of(

@@ -171,7 +171,7 @@ def statistics_kernel(
     """Example, labels: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
     With smoothing or mean_logit also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``, with
-    sum_sq_probs ``1.1536``. Probabilities ``[0, 0.5, 0.5]`` of the same row give ``(3, 1.5032, 1, -0.5)``.
+    sum_sq_probs ``1.1536``.
     """
     ops.begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
@@ -205,13 +205,11 @@ def statistics_kernel(
         n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
         pointers = lane_pointers(parts, index * n_parts, FIELDS, LANES)
         lanes = merge_parts(pointers, n_parts, lanes, loss_options, LOSS.load_lanes, LOSS.merge_lanes, FIELDS, UNROLLED)
-    merged = LOSS.finish(
-        lanes, row, place, label, shard_start, sizes, loss_options, LOSS, HAS_EDGES, LANES, VECTOR, UNITS
-    )
+    merged = LOSS.finish(lanes, row, place, label, shard_start, sizes, loss_options, HAS_EDGES, LANES, VECTOR, UNITS)
     LOSS.store(stats + (stats_start + index) * stats_width, merged, loss_options, 1)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-        LOSS.outputs(outputs, index, None, merged, None, label, None, sizes, loss_options, LOSS)
+        LOSS.outputs(outputs, index, None, merged, None, label, None, sizes, loss_options)
     if second is not None:
         second_of_row(
             place, row, merged, None, 0, second + 2 * index, LOSS, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED
@@ -223,7 +221,6 @@ def second_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     other,  # [N, C'], what stands alongside the logits
     labels,  # [N] int64|int32, or None
-    class_weight,  # [sizes.n_valid] fp32, or None: all 1
     parts,  # [N, n_parts, 2, LANES] fp32, of part_kernel; or None: this kernel walks the rows
     stats,  # [R, N, K] fp32
     second,  # [R, N, 2] fp32, out: this rank's rows
@@ -253,7 +250,7 @@ def second_kernel(
     if label is not None:
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
-    row = Row(logits, other, class_weight, None, sizes.vocab_size, loss_options, None, None)
+    row = Row(logits, other, None, None, sizes.vocab_size, loss_options, None, None)
     n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
     if parts is not None:
         parts = lane_pointers(parts, index * n_parts, 2, LANES)
@@ -315,7 +312,7 @@ def second(loss: KernelLoss) -> Callable[..., None]:
             part = _launch_of_parts(loss, rows, block, 2, n_ranks, width)
             part(n_rows * block.n_parts, (*tensors, stats[0], parts), (n_rows, loss.shard.start))
         launch = _second(loss, rows, block, n_ranks, width)
-        launch(n_rows, (*tensors[:3], tensors[5], parts, *stats), (n_rows, rank * n_rows))
+        launch(n_rows, (*tensors[:3], parts, *stats), (n_rows, rank * n_rows))
 
     return fill
 
@@ -343,7 +340,7 @@ def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int
     if block.is_cut:
         return PARTS_AT_ONCE if loss.is_pair else block.at_once, {"maxnreg": 64, "overlaps": True}
     if loss.is_pair:
-        if getattr(loss.options, "beta", None) is not None:
+        if loss.options.beta is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
         return 1, {"maxnreg": 56} if block.units > 1 else {}
     if block.at_once > 1 and (loss.n_lane_fields > 2 or loss.options.softcap is not None):

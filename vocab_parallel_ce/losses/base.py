@@ -60,7 +60,6 @@ class Loss:
 
     Targets: type  # a NamedTuple of tensors, whose roles ``targets`` reads
     HeadTargets: type  # those of a head, if they are others
-    divides_by_weights: bool = False  # whether labels' class weights, if there are some, divide a mean
 
     def __init__(self) -> None:
         kind = type(self)

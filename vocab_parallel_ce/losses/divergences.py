@@ -132,8 +132,7 @@ class DivergenceLoss(Loss):
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        own = kernels.divergences.kernel_options(options)
-        return bound(kernels, kernels.KernelLoss(kernels.divergences.ALGEBRA, shard, own), self.exchanges(options))
+        return bound(kernels, kernels.divergence_rows.divergence_loss(shard, options), self.exchanges(options))
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"

@@ -45,7 +45,6 @@ class LabelLoss(Loss):
 
     Targets = Labels
     Stats = RowStats
-    divides_by_weights = True
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         return loss_options(settings, vocab_size, class_weight=class_weight)

@@ -16,38 +16,6 @@ from tests.support.truth.oracle import transformed
 from vocab_parallel_ce import TopKTeacher, distillation_loss
 
 
-def soft_targets(logits: Tensor, seed: int = 0) -> Tensor:
-    """Probabilities of every kind in turn: broad, one-hot, with zeros, and rows that do not sum to 1; fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = logits.shape
-    broad = (torch.randn(rows, columns, generator=generator) * 3).masked_fill(logits == NEG_INF, NEG_INF).softmax(-1)
-    targets = broad.clone()
-    targets[1::4] = F.one_hot(broad[1::4].argmax(-1), columns).float()
-    targets[2::4] *= broad[2::4] > 1 / columns
-    targets[3::4] *= 1.7
-    return targets
-
-
-def soft_losses(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    class_weight: Tensor | None = None,
-) -> Tensor:
-    """Differentiable unreduced losses in the dtype of ``logits [N, V]``."""
-    # A filled element has no gradient: -inf columns get none.
-    z = transformed(logits.masked_fill(logits == NEG_INF, NEG_INF), logit_scale, softcap)
-    log_p, t = z.log_softmax(dim=-1), targets.to(z.dtype)
-    t = (1 - label_smoothing) * t + label_smoothing / z.shape[-1]
-    t = t if class_weight is None else t * class_weight.to(t)
-    losses = -(t * log_p.masked_fill(t == 0, 0.0)).sum(dim=-1)
-    return losses + z_loss * z.logsumexp(dim=-1) ** 2
-
-
 def divergences(
     student: Tensor,
     teacher: Tensor,
@@ -154,7 +122,7 @@ class Pair(NamedTuple):
     """Logits and a tensor alongside them, over the whole vocabulary, and the loss of both."""
 
     logits: Tensor  # [N, V]
-    other: Tensor  # [N, V] targets, or the teacher's logits
+    other: Tensor  # [N, V] the teacher's logits
     losses: Callable[..., Tensor]  # the oracle: unreduced, of both and options
     labels: Tensor | None = None  # [N]
 

@@ -138,9 +138,6 @@ def whole(results: Sequence[Found], bounds: Sequence[tuple[int, int]] | None = N
     return results[0]._replace(grads=(*grads[:-1], assembled(bounds, parts, COLUMNS)))
 
 
-UNEVEN = {1: [(0, COLUMNS)], 2: [(0, 13), (13, COLUMNS)]}  # columns of each rank, by the number of ranks
-
-
 def curve(
     rank: int, group: Any, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], bounds: Any = None, steps: int = 20
 ) -> Tensor:

@@ -55,7 +55,6 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
         "in place": lambda **k: ce(logits * 1, labels, gradient="in_backward", reduction="none", **k),
         "padding": lambda **k: ce(logits * 1, labels, vocab_size=37, **k),
         "packed": lambda **k: ce(logits * 1, vp.next_labels(labels, cu_seqlens=bounds), **k),
-        "probabilities": lambda **k: ce(logits * 1, of_teacher, class_weight=per_class, **EVERY, **k),
         "log-probs": lambda **k: vp.token_log_probs(logits * 1, labels, temperature=per_token, outputs=OUTPUTS, **k),
         "head": lambda **k: linear(hidden, weight, labels, bias=bias, chunk_size=4, **EVERY, **k),
         "head, outputs": lambda **k: linear(hidden, weight, labels, outputs=OUTPUTS, chunk_size=4, **k),

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from triton.backends.compiler import GPUTarget
 
-from tests.support.kernels.pair_variants import of_divergence, of_soft_labels
+from tests.support.kernels.pair_variants import of_divergence
 from tests.support.kernels.variant import (
     ALONE,
     DTYPES,
@@ -45,7 +45,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield part("bf16", True, "all")
     yield stats("bf16", True, "all", merged=True)
     yield finish("all", 4, summed=True)
-    yield from of_soft_labels("bf16", "fp32", False, "all")
+    yield from of_divergence("bf16", False, DivergenceOptions(), "fp32")
     yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.01, 0.5))  # a small share
     yield stats("bf16", True, "all_weighted")
     yield stats("bf16", True, "all", rows=("temperature",))
@@ -56,9 +56,6 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from of_ids("bf16")
     if not is_sm_90:
         return
-    yield from of_soft_labels("bf16", "bf16", False, "plain")
-    yield from of_soft_labels("bf16", "bf16", True, "all")
-    yield from of_soft_labels("bf16", "bf16", False, "weighted_smoothing")
     for divergence in ("forward", "js"):
         yield from of_divergence("bf16", False, DivergenceOptions(divergence))
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
@@ -157,8 +154,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield gradient("fp32", edges, option, ranks=1, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
-    for dtype, of_target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
-        yield from of_soft_labels(dtype, of_target, edges, option)
+    for dtype, of_teacher, edges in product(DTYPES, DTYPES, (False, True)):
+        yield from of_divergence(dtype, edges, DivergenceOptions(), of_teacher)
     for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
         yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
     for dtype, edges in product(DTYPES, (False, True)):

@@ -1,4 +1,4 @@
-"""What a random call has beside its logits or hidden states: labels, targets or a teacher; and the truth of each."""
+"""What a random call has beside its logits or hidden states: labels or a teacher; and the truth of each."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from torch import Tensor
 from tests.support.random.call import MATHS, Call, Settings
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.tables import TENSOR
-from tests.support.random.truth import Truth, finite, of_labels, of_targets, of_teacher, of_topk
+from tests.support.random.truth import Truth, finite, of_labels, of_teacher, of_topk
 
 Compute = Callable[[Tensor, Tensor], Truth]
 
 
 class Beside(NamedTuple):
     compute: Compute  # the truth of fp64 logits and their rounding
-    tensors: Callable[[int], Settings]  # of a rank: labels, targets or a teacher
+    tensors: Callable[[int], Settings]  # of a rank: labels or a teacher
 
 
 def with_labels(call: Call, labels: Tensor) -> Beside:
@@ -67,24 +67,7 @@ def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
     return ("log_probs", *(name for name in ("entropy", "lse", "sum_sq_probs", "mean_logit") if name in names))
 
 
-# ---- targets and teachers ---------------------------------------------------------------------------------------
-
-
-def with_targets(call: Call, logits: Tensor) -> Beside:
-    draw = call.draw
-    call.common("label_smoothing", "z_loss", "softcap", "logit_scale")
-    call.take("gradient")
-    call.divisor()
-    call.weights()
-    own = (draw.normal(*logits.shape) * 3).masked_fill(logits == NEG_INF, NEG_INF)
-    targets = own.softmax(-1).nan_to_num(0.0)
-    if draw.has(0.3):
-        targets = torch.nn.functional.one_hot(own.argmax(-1), call.vocab_size).float()
-    targets = targets * draw.rng.choice((1.0, 1.0, 1.7)) * (draw.uniform(*logits.shape) < draw.rng.choice((1.0, 0.7)))
-    targets, places = call.on_ranks(targets)
-    return Beside(
-        lambda x, rounding: of_targets(x, targets, call.of_oracle, rounding), lambda rank: {"targets": places[rank]}
-    )
+# ---- teachers ---------------------------------------------------------------------------------------
 
 
 def teacher_options(call: Call, labels: Tensor) -> Settings:
@@ -94,7 +77,7 @@ def teacher_options(call: Call, labels: Tensor) -> Settings:
     call.divisor()
     call.take("check_labels", "gradient")
     if draw["divergence"] == "js":
-        call.settings["beta"] = call.of_oracle["beta"] = draw.rng.choice((0.5, 0.1, 0.8))
+        call.settings["beta"] = call.of_oracle["beta"] = draw.case.get("beta") or draw.rng.choice((0.5, 0.1, 0.8))
     if draw["divergence"] is None:
         rest = draw["rest"] if call.vocab_size > draw["k"] else "ignore"
         call.settings["rest"] = call.of_oracle["rest"] = rest

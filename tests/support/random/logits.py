@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.random.beside import Beside, with_labels, with_targets, with_teacher, with_tokens
+from tests.support.random.beside import Beside, with_labels, with_teacher, with_tokens
 from tests.support.random.call import UNITS, Call, alike, assert_near, size_of
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.public import Given, backward_of_pair
@@ -15,8 +15,6 @@ from tests.support.random.truth import Numbers
 
 
 def beside_logits(call: Call, logits: Tensor, labels: Tensor) -> Beside:
-    if call.function == "soft_cross_entropy":
-        return with_targets(call, logits)
     if call.function == "distillation_loss":
         return with_tokens(call, labels) if "rest" in call.draw.case else with_teacher(call, logits, labels)
     return with_labels(call, labels)

@@ -72,10 +72,6 @@ def _token_log_probs(given: Given) -> Returned:
     return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given))
 
 
-def _soft_cross_entropy(given: Given) -> Returned:
-    return _loss(vp.vocab_parallel_cross_entropy(*_taken(given, "logits", "targets"), **given))
-
-
 def _top_k_teacher(given: Given) -> vp.TopKTeacher | None:
     if "teacher_ids" not in given:
         return None
@@ -151,7 +147,6 @@ PUBLIC: dict[str, Callable[[Given], Returned]] = {
     "vocab_parallel_cross_entropy": _cross_entropy,
     "VocabParallelCrossEntropy": _module,
     "token_log_probs": _token_log_probs,
-    "soft_cross_entropy": _soft_cross_entropy,
     "distillation_loss": _distillation_loss,
     "linear_cross_entropy": _linear_cross_entropy,
     "LinearCrossEntropy": _linear_module,

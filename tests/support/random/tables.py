@@ -131,13 +131,6 @@ FACTORS: dict[str, Case] = {
         "is_module": (False, True),
     },
     "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS, "in_objective": (False, True)},
-    "soft_cross_entropy": {
-        **LOGITS,
-        **OF_LOSS,
-        **OF_OTHER,
-        **{name: MATHS[name] for name in ("label_smoothing", "class_weight", "z_loss", "softcap", "logit_scale")},
-        "gradient": MODES,
-    },
     "distillation_loss": {**LOGITS, **OF_TEACHER, **OF_OTHER, **DIVERGENCE, "gradient": MODES},
     "distillation_loss, k tokens": {**LOGITS, **OF_TEACHER, **TOPK, "gradient": MODES},
     "linear_distillation_loss": {**OF_HEAD, **OF_TEACHER, **DIVERGENCE},
@@ -166,7 +159,8 @@ MEAN = {
 }
 # What no pair of values brings about: all of one_pass together, and what tests/test_launches.py asks for.
 TRIPLES = (
-    ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
+    ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors", "beta": 0.1}),
+    ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "none", "temperature": 2.5}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
     ("one_pass", ALL_OF_ONE_PASS),
     ("vocab_parallel_cross_entropy", {**MEAN, "padding": "none", "label_smoothing": 0.1}),

@@ -198,27 +198,6 @@ def reduced(
     return Truth({"loss": losses}, {"loss": bounds}, of_gradient)
 
 
-def of_targets(x: Tensor, targets: Tensor, options: dict[str, Any], rounding: Tensor) -> Truth:
-    """Truth of ``soft_cross_entropy``."""
-    from tests.support.cases.soft import soft_losses
-
-    ways = ("reduction", "num_items")
-    bad_x = bad_rows(x)
-    bad = bad_x & (not divides_by_0(options))
-    clean = with_nan_gradient(x, bad).masked_fill(bad_x.unsqueeze(-1), 0.0)
-    losses = soft_losses(clean, targets, **{name: v for name, v in options.items() if name not in ways})
-    z = transformed(clean.detach(), options)
-    s = softmax(z, rounding + largest(z) * (options["logit_scale"] != 1 or options.get("softcap") is not None))
-    e, w = options["label_smoothing"], options.get("class_weight")
-    t = ((1 - e) * targets.double() + e / x.shape[-1]) * (1.0 if w is None else w.double())
-    mass = t.abs().sum(-1)
-    of_loss = mass * (1 + s.log_sum + s.rounding) + (t.abs() * s.from_max).sum(-1) + 4 * options["z_loss"] * s.lse**2
-    of_loss = of_loss + 2 * options["z_loss"] * s.lse.abs() * s.rounding
-    pull = mass + 2 * options["z_loss"] * (s.lse.abs() + s.rounding)
-    terms = (s.error * pull.unsqueeze(-1) + t.abs()) * options["logit_scale"]
-    return reduced(losses, of_loss, terms, torch.ones_like(bad), bad, options)
-
-
 class Rows(NamedTuple):
     """Which rows of a distillation count, and which are NaN."""
 
