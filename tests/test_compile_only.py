@@ -18,9 +18,6 @@ pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 REGISTERS = 65_536  # of a multiprocessor
 READS, WALKS = ("statistics", "part"), ("gradient", "element_mul")
 PAIRS = (
-    "target_statistics",
-    "target_part",
-    "target_gradient",
     "divergence_statistics",
     "divergence_part",
     "divergence_second",
@@ -28,7 +25,7 @@ PAIRS = (
 )  # that walk two tensors together
 LARGEST = ("tile_maxima", "count_equal", "sums_above")
 IDS = ("ids_statistics", "ids_outputs", "ids_gradient", "write_columns")
-MERGED_PAIRS = ("target_merged", "divergence_merged")  # that merge parts of them
+MERGED_PAIRS = ("divergence_merged",)  # that merge parts of them
 
 
 def compiled(target: str) -> list[dict]:
@@ -60,7 +57,6 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
         "divergence_merged_second",
         "merged",
         "outputs",
-        "target_outputs",
         "divergence_outputs",
         *LARGEST,
         *IDS,
@@ -72,7 +68,7 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
 def test_sm_90_code_is_wide_and_does_not_spill():
     reports = compiled("cuda:90")
     overlapping = {report["kernel"].split("-")[0] for report in reports if report["overlaps"]}
-    parts = {"part", "target_part", "divergence_part", "divergence_part_second"}
+    parts = {"part", "divergence_part", "divergence_part_second"}
     assert overlapping == {*parts, "merged", *MERGED_PAIRS, "outputs", "gradient"}
     for report in reports:
         assert_waits_if_it_overlaps(report)
@@ -82,7 +78,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         assert report["local_bytes"] == 0, report
         if report["kernel"].startswith((*READS, *WALKS, *PAIRS)):
             assert "ld.global.v4.b32" in report["loads"], report
-        if report["kernel"].startswith((*WALKS, "target_gradient", "divergence_gradient")):
+        if report["kernel"].startswith((*WALKS, "divergence_gradient")):
             assert "st.global.v4.b32" in report["stores"], report
         # 8 warps of 64 registers: four rows at a time on a multiprocessor of 64 K registers, 16 of scaled gradients
         # two. Kernels of pairs must fit two rows, and may leave four values in memory. So may the statistics of rows
