@@ -10,10 +10,9 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
-from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.api.top_k import checked_shard
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF
 from vocab_parallel_ce.summed import summed
@@ -59,23 +58,17 @@ def logits_at(logits: Tensor, ids: Tensor, *, group: Any = None, vocab_size: int
         >>> logits_at(torch.tensor([[1.0, 0.0, 3.0]]), torch.tensor([[2, 0, -1]]))
         tensor([[3., 1., -inf]])
     """
-    checks.check_tensor("logits", logits)
-    is_empty = vocab_size is not None and logits.dim() > 1 and not logits.shape[-1]  # as a last rank may be
-    columns = F.pad(logits, (0, 1)) if is_empty else logits
-    checks.check_logits(columns)
-    checks.check_no_transforms(logits, ids)
-    checks.check_no_trace()
-    rank, n_ranks = group_position(group)
-    settings, tokens = Settings(vocab_size=vocab_size), Tokens(columns, "logits", logits.shape[:-1])
-    shard = shard_of_rank(settings, logits.shape[-1], rank, n_ranks)
-    check(At(ids), tokens)
+    shard, _, n_ranks = checked_shard(logits, vocab_size, group)
+    checks.check_no_transforms(ids)
+    check(At(ids), Tokens(logits, "logits", logits.shape[:-1]))
     check_not_overwritten(logits)
-    if checks.looks_at(ids, settings.check_labels):
+    if checks.looks_at(ids, "auto"):
         checks.check_label_range(ids, shard.vocab_size, NO_ID, name="ids", names_ignored=False)
     if verify.pending.get() is not None:
         verify.compare_call({"logits": logits}, At(ids), shard, {"vocab_size": vocab_size})
     column = ids.long() - shard.start
     is_own = (column >= 0) & (column < shard.n_valid)
+    columns = logits if logits.shape[-1] else F.pad(logits, (0, 1))
     own = columns.gather(-1, column.clamp(0, columns.shape[-1] - 1)).to(compute_dtype(logits.dtype))
     found = torch.where(is_own, own, 0.0)  # of each id at most one rank has another number
     found = found if n_ranks == 1 else summed(found, group)

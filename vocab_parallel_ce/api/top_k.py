@@ -78,18 +78,23 @@ def top_k(
     return ids.view(*logits.shape[:-1], k), log_probs.view(*logits.shape[:-1], k)
 
 
-def sharded_rows(logits: Tensor, vocab_size: int | VocabShard | None, group: Any) -> tuple[Tensor, VocabShard, Gather]:
-    """Return the rows ``[N, n]`` of checked ``logits [..., C]``, without padding and gradient, the shard, and a gather.
-
-    The gather returns ``[R, ...]`` of a tensor ``[...]`` of each rank.
-    """
+def checked_shard(logits: Tensor, vocab_size: int | VocabShard | None, group: Any) -> tuple[VocabShard, int, int]:
+    """Check ``logits [..., C]``, and return this rank's shard, its rank and the number of ranks."""
     checks.check_tensor("logits", logits)
     is_empty = vocab_size is not None and logits.dim() > 1 and not logits.shape[-1]  # as a last rank may be
     checks.check_logits(F.pad(logits, (0, 1)) if is_empty else logits)
     checks.check_no_transforms(logits)
     checks.check_no_trace()
     rank, n_ranks = group_position(group)
-    shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
+    return shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks), rank, n_ranks
+
+
+def sharded_rows(logits: Tensor, vocab_size: int | VocabShard | None, group: Any) -> tuple[Tensor, VocabShard, Gather]:
+    """Return the rows ``[N, n]`` of checked ``logits [..., C]``, without padding and gradient, the shard, and a gather.
+
+    The gather returns ``[R, ...]`` of a tensor ``[...]`` of each rank.
+    """
+    shard, rank, n_ranks = checked_shard(logits, vocab_size, group)
     rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
     return rows, shard, functools.partial(gathered, rank=rank, n_ranks=n_ranks, group=group)
 
