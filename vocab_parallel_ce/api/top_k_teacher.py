@@ -68,8 +68,8 @@ class TopK(NamedTuple):
 register(TopK)
 
 
-class Known(NamedTuple):
-    """What a checked call knows of its tokens."""
+class Checked(NamedTuple):
+    """What a checked call takes of its tokens."""
 
     ids: Tensor  # [..., k], and the label if there is one; IGNORED where left out
     log_probs: Tensor  # [..., k] the teacher's, in the dtype of the arithmetic; -inf where left out
@@ -84,10 +84,10 @@ def loss_of_logits(
     checks.check_tensor("student_logits", student)
     n_columns = student.shape[-1] * group_position(group)[1]
     tokens = Tokens(student, "student_logits", student.shape[:-1])
-    known = known_of(teacher, labels, tokens, n_columns, settings, num_items)
+    call = checked(teacher, labels, tokens, n_columns, settings, num_items)
     with checks.naming(labels="teacher.ids"):
-        values = run_logits(GIVEN_IDS, student, Ids(known.ids), _of_values(known, settings), group=group).loss
-    return _reduced(row_losses(values, known.log_probs, teacher.rest, settings), known, settings)
+        values = run_logits(GIVEN_IDS, student, Ids(call.ids), _of_values(call, settings), group=group).loss
+    return _reduced(row_losses(values, call.log_probs, teacher.rest, settings), call, settings)
 
 
 def loss_of_head(
@@ -103,37 +103,37 @@ def loss_of_head(
     check_head_settings(settings, head)
     checks.check_hidden(student.hidden)
     hidden, tokens = student.hidden, Tokens(student.hidden, "student.hidden", student.hidden.shape[:-1])
-    known = known_of(teacher, labels, tokens, rows_of_all(student.weight, group), settings, num_items)
+    call = checked(teacher, labels, tokens, rows_of_all(student.weight, group), settings, num_items)
     dtypes = rounded_dtypes(autocast_dtype(hidden) or hidden.dtype, [t for t in student if isinstance(t, Tensor)])
     gradient = "in_backward" if checks.is_traced() else gradient_of(settings, head, dtypes)
-    of_values = _of_values(known, settings)._replace(gradient=gradient)
-    arguments = Arguments(student, Ids(known.ids), group, None)
+    of_values = _of_values(call, settings)._replace(gradient=gradient)
+    arguments = Arguments(student, Ids(call.ids), group, None)
     with checks.naming(labels="teacher.ids", objective="gradient"):
         if gradient == "in_backward":
             values = run_head(GIVEN_IDS, arguments, of_values, head).loss
-            return _reduced(row_losses(values, known.log_probs, teacher.rest, settings), known, settings)
+            return _reduced(row_losses(values, call.log_probs, teacher.rest, settings), call, settings)
 
         def divergence(log_probs: Tensor, **of_teacher: Tensor) -> Tensor:
             return row_losses(log_probs, of_teacher["teacher.log_probs"], teacher.rest, settings)
 
-        objective = Objective(divergence, {"teacher.log_probs": known.log_probs}, "sum", known.divisor, False)
+        objective = Objective(divergence, {"teacher.log_probs": call.log_probs}, "sum", call.divisor, False)
         arguments = arguments._replace(objective=objective)
         return run_objective(GIVEN_IDS, arguments, of_values, head._replace(keep_logits="none"))[0]
 
 
-def _of_values(known: Known, settings: Settings) -> Settings:
+def _of_values(call: Checked, settings: Settings) -> Settings:
     """Return the settings of the log-probabilities; verification compares those of the divergence with them."""
-    return settings._replace(ignore_index=IGNORED, reduction="none", check_labels=False, n_ids=known.ids.shape[-1])
+    return settings._replace(ignore_index=IGNORED, reduction="none", check_labels=False, n_ids=call.ids.shape[-1])
 
 
-def _reduced(losses: Tensor, known: Known, settings: Settings) -> Tensor:
+def _reduced(losses: Tensor, call: Checked, settings: Settings) -> Tensor:
     """Return the losses ``[...]``, or their sum ``[]`` over the divisor, 0 for a divisor of 0."""
     if settings.reduction == "none":
         return losses
     total = losses.sum()
-    if known.divisor is None:
+    if call.divisor is None:
         return total
-    divisor = known.divisor.to(total.dtype).reshape(())
+    divisor = call.divisor.to(total.dtype).reshape(())
     return total / divisor.masked_fill(divisor == 0, INF)
 
 
@@ -192,10 +192,10 @@ def _terms(log_s: Tensor, log_q: Tensor, settings: Settings) -> Tensor:
     return beta * log_q.exp() * teacher_ratio + (1 - beta) * s * student_ratio
 
 
-def known_of(
+def checked(
     teacher: TopKTeacher, labels: Tensor | None, tokens: Tokens, n_columns: int, settings: Settings, num_items: Any
-) -> Known:
-    """Check the arguments of a call, and return what it knows of its tokens.
+) -> Checked:
+    """Check the arguments of a call, and return what it takes of its tokens.
 
     Where ``check_labels`` says so, it looks at the values. ``n_columns`` are those of all ranks, if ``vocab_size`` does
     not say it.
@@ -239,7 +239,7 @@ def known_of(
         assert ignored is not None
         ids = torch.cat([ids, labels.long().unsqueeze(-1)], dim=-1)
         left_out = torch.cat([left_out, ignored.unsqueeze(-1)], dim=-1)
-    return Known(ids.clamp(min=-1).masked_fill(left_out, IGNORED), log_q, divisor)
+    return Checked(ids.clamp(min=-1).masked_fill(left_out, IGNORED), log_q, divisor)
 
 
 def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:

@@ -77,7 +77,7 @@ class GivenIds:
     def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
         columns, temperature = self.columns(targets), targets.temperature
         dead = is_dead(columns)
-        z, _ = logits_at(logits, columns, at_rows(self.options.softmax, temperature))
+        z, _ = z_at(logits, columns, at_rows(self.options.softmax, temperature))
         best, place = z.max(dim=-1, keepdim=True)
         row_max, without_best = sums_without(self.softmax, logits, place, columns, dead, self.shard, temperature)
         torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), best, z], dim=-1, out=stats[0][rank])
@@ -105,7 +105,7 @@ class GivenIds:
         known, options, dead = self.merged(stats[0]), self.options, is_dead(columns)
         assert grads.loss is not None
         grad_values = grads.loss.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
-        z, slope = logits_at(logits, columns, at_rows(options.softmax, temperature))
+        z, slope = z_at(logits, columns, at_rows(options.softmax, temperature))
         is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
         other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
         total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
@@ -181,7 +181,7 @@ def is_dead(columns: Tensor) -> Tensor:
     return columns.amax(dim=-1) == IGNORED
 
 
-def logits_at(logits: Tensor, columns: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
+def z_at(logits: Tensor, columns: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
     """Return ``[N, k]`` z at ``columns``, -inf where they are not owned, and its derivative by the logits."""
     index = columns.clamp(min=0).view(*logits.shape[:-1], columns.shape[-1])
     z, slope = spec.transformed(logits.gather(-1, index).view(columns.shape), options)
