@@ -59,7 +59,7 @@ class Role(NamedTuple):
     kind: Literal["ids", "numbers", "logits", "head"]
     axes: tuple[Literal["rows", "tokens", "columns", "features", "k"], ...]
     name: str = ""  # the caller's, if the field has another
-    fill: float | None = None  # stands for no id, and in rows that no token has; None: ignore_index
+    fill: float | None = None  # of numbers in rows that no token has; None, as of ids: ignore_index
     checks_memory: bool = False  # whether each call checks that its memory can be read where it lies
 
 
@@ -207,8 +207,7 @@ def prepared(name: str, target: Tensor, role: Role, tokens: Tokens, settings: Se
     """Return a checked target as launchers take it."""
     if role.kind == "ids":
         if checks.looks_at(target, settings.check_labels):
-            size, is_callers = plan.shard.vocab_size, role.fill is None
-            checks.check_label_range(target, size, fill_of(role, settings), name=name, names_ignored=is_callers)
+            checks.check_label_range(target, plan.shard.vocab_size, fill_of(role, settings), name=name)
         ids = flat(target, len(role.axes))
         return ids.clone() if ids.is_inference() and torch.is_grad_enabled() else ids  # autograd cannot save it
     if role.kind == "numbers" and "columns" in role.axes:
