@@ -22,7 +22,7 @@ ONCE_WRONG = (1024, 5172)  # a label is outside where a teacher of k tokens know
 SEEDS = sorted({*seeds(N_CALLS * (len(KINDS[False]) if torch.cuda.is_available() else 1)), *ONCE_WRONG})
 # No options of a call: modules and what they are made of, results, labels, and what runs or compares calls.
 NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
-NOT_DRAWN |= {"copy_to_ranks", "sampling_threshold", "top_k"}  # no losses
+NOT_DRAWN |= {"copy_to_ranks", "logits_at", "sampling_threshold", "top_k"}  # no losses
 NOT_DRAWN |= {"linear_objective"}  # some calls of linear_token_log_probs
 CONFIGURED_AGAIN = {"one_pass"}  # the loss over logits
 ELSEWHERE = {
