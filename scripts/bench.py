@@ -8,8 +8,6 @@ a run on small shapes, such as ``--shape 64x512``, or ``--shape 64x512x32`` of h
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import os
 import subprocess
 import sys
@@ -19,9 +17,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, pages, pictures, tables
-from bench_lib.calls import baseline_package
-from bench_lib.clock import DeviceTimer, HostTimer, Ranks, joined_ranks, profiled
+from bench_lib import cases, pages, tables
+from bench_lib.clock import Ranks, joined_ranks
 from bench_lib.documents import (
     RESULTS,
     ROOT,
@@ -38,15 +35,13 @@ from bench_lib.documents import (
     run,
 )
 from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, OBJECTIVE_PROVIDERS, RL_PROVIDERS
-from bench_lib.measure import attempt, measure
+from bench_lib.measure import attempt, measure, subject_of
 from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen, row_providers
-from bench_lib.subjects import subject_of
 
 COMMANDS = {
     "table": "the loss over logits, alongside other projects'",
     "head": "a head and its loss, alongside other projects'",
     "few": "the loss over logits of few tokens, alongside other projects'",
-    "modes": "when the gradient is written, from few tokens on; exit with 1 if a mode is slower than another",
     "options": "every option of the loss over logits",
     "losses": "class weights, distillation and log-probabilities, over logits and of heads",
     "objective": "an objective inside the head and in two steps, alongside other projects'",
@@ -54,10 +49,8 @@ COMMANDS = {
     "compile": "a head and its loss, compiled by torch.compile and not",
     "frameworks": "what frameworks call on shards of the vocabulary; several GPUs",
     "memory": "only the peak memory of heads against tokens",
-    "profile": "only what overlaps in one head of this project",
-    "host": "only the time of the host, of every call over logits and of heads; nothing is launched",
 }
-OF_ROWS = ("options", "losses", "host")
+OF_ROWS = ("options", "losses")
 
 
 def shapes(*sizes: str) -> list[str]:
@@ -66,13 +59,10 @@ def shapes(*sizes: str) -> list[str]:
 
 DEFAULT_PROVIDERS = {
     "few": f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel",
-    "modes": ",".join((cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)),
     "memory": f"{cases.OURS},torch eager (16-bit logits),liger-kernel,cut-cross-entropy",
-    "profile": cases.OURS,
 }
 UNFUSED = ["head", "--reduction", "mean", "--providers"]
 UNFUSED.append(f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}")
-FEW = ["few", "--graphs", "all"]
 # What one GPU measures for the pages, and what several do, README's first. A document of "rl" needs every framework.
 STEPS = {
     "table": ["bench.py", "table"],
@@ -82,7 +72,7 @@ STEPS = {
     "unfused": ["bench.py", *UNFUSED, *shapes("4096x128256", "16384x128256", "8192x32064", "16384x32064")],
     "transformers": ["bench_transformers.py"],
     **{command: ["bench.py", command] for command in ("compile", "losses", "memory", "options")},
-    "few": ["bench.py", *FEW],
+    "few": ["bench.py", "few"],
     "rl": ["bench.py", "rl"],
 }
 STEPS_OF_SEVERAL = {
@@ -91,7 +81,7 @@ STEPS_OF_SEVERAL = {
     "frameworks": ["bench.py", "frameworks", *shapes("8192x128256", "16384x128256")],
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
-    "few": ["bench.py", *FEW, *shapes("16x128256", "64x128256")],
+    "few": ["bench.py", "few", *shapes("16x128256", "64x128256")],
     "unfused": ["bench.py", *UNFUSED],
     "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096", "16384x128256x4096")],
 }
@@ -106,10 +96,6 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     made = {name: commands.add_parser(name, parents=[measured], help=text) for name, text in COMMANDS.items()}
     for name in ("table", "few", "head"):
         made[name].add_argument("--reduction", choices=cases.REDUCTIONS)
-    made["modes"].set_defaults(rounds=7)
-    made["modes"].add_argument("--dtype", choices=tuple(cases.SHORT_DTYPES), default="bfloat16")
-    for name in ("table", "few"):
-        made[name].add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
     for name in OF_ROWS:
         made[name].add_argument("--baseline", type=Path, metavar="DIR", help="another checkout, for the same calls")
     page = commands.add_parser("page", help="measures most of what the pages print of some GPUs, at one commit")
@@ -119,15 +105,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     page.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="the folder of the documents")
     page.add_argument("--rounds", type=int, default=10)
     page.add_argument("--minutes", type=float, default=9, help="end after so many, and name the steps that are left")
-    reported = commands.add_parser("report", help="prints the page; --write writes it")
-    how = reported.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true", help="the page, the tables of the others and the pictures")
+    reported = commands.add_parser("report", help="the tables of the pages, from the documents")
+    how = reported.add_mutually_exclusive_group(required=True)
+    how.add_argument("--write", action="store_true", help="the tables and the picture")
     how.add_argument("--check", action="store_true", help="exit with 1 and name what is stale")
     reported.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     reported.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
-    comparison = commands.add_parser("compare", help="the ratios of two runs")
-    comparison.add_argument("old", type=Path, help="a document, as --json writes it")
-    comparison.add_argument("new", type=Path, help="another, of the same command")
     return parser.parse_args(words)
 
 
@@ -152,61 +135,38 @@ def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document
     return found
 
 
-def timer_of(options: argparse.Namespace, ranks: Ranks) -> DeviceTimer:
-    if options.command != "host":
-        return ranks.timer()
-    packages = [cases.OURS] if options.baseline is None else [cases.OURS, baseline_package(options.baseline).__name__]
-    return HostTimer([importlib.import_module(f"{name}.kernels.launch").Launch for name in packages])
-
-
-def measure_case(
-    options: argparse.Namespace, ranks: Ranks, timer: DeviceTimer, document: Document, case: cases.Case
-) -> list[Result]:
+def measure_case(options: argparse.Namespace, ranks: Ranks, document: Document, case: cases.Case) -> list[Result]:
     known = known_providers(options.command, case, getattr(options, "baseline", None))
     providers = present(known, options.providers or DEFAULT_PROVIDERS.get(options.command), ranks, document)
     if not providers:
         return []
-    subject = subject_of(case, ranks, options.rounds, is_eager=options.command != "modes")
-    if options.command == "profile":
-        document["case"] = case._asdict() | {"provider": providers[0].name}
-        step = partial(subject.call, providers[0], subject.inputs)
-        document["ranks"] = ranks.gathered(profiled(step, timer))
-        return []
+    subject, timer = subject_of(case, ranks, options.rounds), ranks.timer()
     if options.command == "memory":
         fields = subject.fields | {"gradient_bytes": case.gradient_bytes}
         return [fields | {"provider": each.name} | attempt(subject, each, timer) for each in providers]
-    return measure(subject, providers, timer, getattr(options, "graphs", "none"))
+    return measure(subject, providers, timer, graphs=options.command == "few")
 
 
 def measure_command(options: argparse.Namespace) -> int:
-    """Measure, print one line per result and write the document. Return 1 if a mode is slower than another."""
-    if options.command == "host":
-        os.environ.setdefault("TRITON_INTERPRET", "1" if not cases.torch.cuda.is_available() else "0")
+    """Measure, print one line per result and write the document."""
     with joined_ranks() as ranks:
         found = cases.cases_of(options.command, ranks.size, options.shape, getattr(options, "reduction", None))
         if not found:
             raise SystemExit(
                 f"bench: no case of this reduction with a vocabulary that divides by {ranks.size} ranks: pass --shape"
             )
-        found = [case._replace(dtype=getattr(options, "dtype", case.dtype)) for case in found]
-        document, timer = new_document(options.command, options.rounds), timer_of(options, ranks)
-        baseline = getattr(options, "baseline", None)
+        document, baseline = new_document(options.command, options.rounds), getattr(options, "baseline", None)
         if baseline:
             document["host"]["baseline_commit"] = commit_of(baseline, "VPCE_BASELINE_COMMIT")
             if document["host"]["baseline_commit"] is None:
                 said = f"expected a checkout with git history, got {baseline}"
                 raise SystemExit(f"--baseline: {said}; name its commit in VPCE_BASELINE_COMMIT")
-        run(document, found, partial(measure_case, options, ranks, timer, document), ranks, options.json)
-        if not document["results"] and "ranks" not in document:
+        run(document, found, partial(measure_case, options, ranks, document), ranks, options.json)
+        if not document["results"]:
             raise SystemExit("bench: no provider is here")
         if ranks.is_first and baseline:
             print(tables.beside_baseline(document, cases.BASELINE))
-        if options.command != "modes":
-            return 0
-        slower = tables.slower_modes(document)
-        if ranks.is_first:
-            print("\n".join(slower))
-        return 1 if slower else 0
+    return 0
 
 
 def page_command(options: argparse.Namespace) -> int:
@@ -255,22 +215,19 @@ def ended(words: list[str], environment: dict[str, str], seconds: float) -> str 
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """Print the page, write it with the tables of the other pages and the pictures, or name what is stale."""
+    """Write the tables of the pages and the picture, or name what is stale."""
     texts, documents = pages.texts(options.root, options.results), read_documents(options.results)
-    if options.check:
-        stale = [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
-        stale += pictures.stale(documents, options.results)
-        for path in stale:
+    stale = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    picture = options.results / pages.PICTURE
+    stale += [picture] if pages.is_stale(picture, documents) else []
+    for path in stale:
+        if options.check:
             print(f"stale: {path.name}; python scripts/bench.py report --write renews it")
-        return 1 if stale else 0
-    if not options.write:
-        print(next(iter(texts.values())))
-        return 0
-    for path, text in texts.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    pictures.draw_all(documents, options.results)
-    return 0
+        elif path == picture:
+            pages.draw(picture, documents)
+        else:
+            path.write_text(texts[path], encoding="utf-8")
+    return 1 if options.check and stale else 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -279,10 +236,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return report_command(options)
     if options.command == "page":
         return page_command(options)
-    if options.command == "compare":
-        documents = (json.loads(path.read_text(encoding="utf-8")) for path in (options.old, options.new))
-        print(tables.compared(*documents))
-        return 0
     return measure_command(options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MOST_BUFFERS, MOST_EAGER_CALLS = 16, 100
 BYTES_IN_ROTATION = 256 * 2**20  # several times the L2 cache of any GPU here
 HUGE_BYTES = 2 * 2**30  # from this shard size on, two buffers are enough
-HOST_CALLS = 50
 
 
 class Effort(NamedTuple):
@@ -86,10 +85,8 @@ class Case(NamedTuple):
         size = f"x {self.hidden_size}" if self.is_head else SHORT_DTYPES[self.dtype]
         return f"{self.kind} {self.tokens} x {self.vocabulary} {size}"
 
-    def effort(self, rounds: int, is_eager: bool = True) -> Effort:
+    def effort(self, rounds: int) -> Effort:
         """Use enough buffers that no call finds its logits in the L2 cache."""
-        if self.kind == "host":
-            return Effort(HOST_CALLS, rounds)
         if self.kind in WITH_HOST:
             return Effort(1, rounds, is_queued=False)
         if self.is_head:
@@ -97,87 +94,44 @@ class Case(NamedTuple):
         shard_bytes = self.tokens * self.columns * getattr(torch, self.dtype).itemsize
         fewest = 2 if shard_bytes >= HUGE_BYTES else 4
         buffers = min(MOST_BUFFERS, max(fewest, math.ceil(BYTES_IN_ROTATION / shard_bytes)))
-        if not is_eager:
-            return Effort(buffers, rounds)
         # Small shards wait for the host: with enough calls the last one's device time hardly counts.
         eager_calls = max(20, buffers, min(MOST_EAGER_CALLS, HUGE_BYTES // shard_bytes))
         return Effort(buffers, rounds, eager_calls, min(rounds, max(5, rounds // 2)))
 
 
 WITH_HOST = ("rl", "compile", "frameworks")  # what frameworks call waits for the device, or compiles
-OF_SEVERAL: dict[tuple[Any, ...], dict[str, float]] = {
-    ("none", 16384, 128256, 2): {"ratio": 1.60},
-    ("none", 4096, 128256, 2): {"ratio": 1.70},
-    ("none", 1024, 32000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
-    ("none", 16384, 128256, 4): {"ratio": 1.65},
-    ("none", 4096, 128256, 4): {"ratio": 1.90},
-}
-# The cases of other projects' losses, and what the fields of their results must not exceed. A mean's bounds over
-# logits are those of the provider IN_FORWARD.
-TARGETS: dict[Case, dict[str, float]] = {
-    Case("mean", 8192, 32064, 1): {"ratio": 1.25},
-    Case("none", 8192, 32064, 1): {"ratio": 1.58},
-    Case("mean", 4096, 128256, 1): {"ratio": 1.40},
-    Case("none", 4096, 128256, 1): {"ratio": 1.58},
-    Case("mean", 8192, 50304, 1): {"ratio": 1.30},
-    Case("none", 8192, 50304, 1): {},
-    Case("mean", 8192, 64128, 1): {"ratio": 1.20},
-    Case("none", 8192, 64128, 1): {"ratio": 1.58},
-    Case("none", 4096, 50257, 1): {"ratio": 1.75},
-    Case("none", 1024, 32000, 1): {"microseconds_eager": 90, "ratio_graph": 1.90},
-    Case("none", 4096, 64128, 1, dtype="float32"): {"ratio": 1.58},
-    **{
-        Case(kind, *size, ranks): OF_SEVERAL.get((kind, *size, ranks), {})
-        for ranks in (2, 4)
-        for size in ((16384, 128256), (4096, 128256), (16384, 65536), (1024, 32000))
-        for kind in REDUCTIONS
-    },
-    # Of heads the second field is peak memory beyond an fp32 gradient of the weight.
-    Case("mean", 4096, 128256, 1, HIDDEN_SIZE): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
-    Case("mean", 16384, 32064, 1, HIDDEN_SIZE): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
-    Case("mean", 32768, 128256, 1, HIDDEN_SIZE): {},
-    Case("none", 4096, 128256, 1, HIDDEN_SIZE): {"ratio": 1.42},
-    Case("mean", 16384, 128256, 2, HIDDEN_SIZE): {},
-    Case("mean", 4096, 128256, 2, HIDDEN_SIZE): {},
-    Case("mean", 16384, 128256, 4, HIDDEN_SIZE): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
-    Case("mean", 4096, 128256, 4, HIDDEN_SIZE): {"ratio": 1.12},
-}
-# Of the command "losses": a provider, whose time is over that of another, and the most that it may be.
-LOSSES_TARGETS = [
-    ("mean, class_weight", "mean", 1.03),
-    *(
-        (f"distillation, {name}", "copy", 2.75)
-        for name in ("forward", "reverse", "js", f"top {TOP}", "forward, hard_weight")
-    ),
-    *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
-    ("linear, logits_dtype", "linear", 1.10),
-]
+ONE_GPU = ((8192, 32064), (4096, 128256), (8192, 50304), (8192, 64128))
+SEVERAL_GPUS = ((16384, 128256), (4096, 128256), (16384, 65536), (1024, 32000))
+# The cases of "table" and of "head", on any number of ranks.
+TABLES = (
+    *(Case(kind, *size, 1) for size in ONE_GPU for kind in REDUCTIONS),
+    Case("none", 4096, 50257, 1),
+    Case("none", 1024, 32000, 1),
+    Case("none", 4096, 64128, 1, dtype="float32"),
+    *(Case(kind, *size, ranks) for ranks in (2, 4) for size in SEVERAL_GPUS for kind in REDUCTIONS),
+    *(Case("mean", *size, 1, HIDDEN_SIZE) for size in ((4096, 128256), (16384, 32064), (32768, 128256))),
+    Case("none", 4096, 128256, 1, HIDDEN_SIZE),
+    *(Case("mean", tokens, 128256, ranks, HIDDEN_SIZE) for ranks in (2, 4) for tokens in (16384, 4096)),
+)
 # Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
 SHAPES: dict[str, list[str]] = {
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
-    "modes": [
-        f"{tokens}x{columns}"
-        for columns in (8192, 32000, 64128, 128256, 256000)
-        for tokens in (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
-    ],
     "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
-    "profile": [f"16384x128256x{HIDDEN_SIZE}"],
     "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],
     "objective": [f"4096x128256x{HIDDEN_SIZE}", f"8192x128256x{HIDDEN_SIZE}"],
     "rl": ["1024x32000", "8192x128256", "1024x32000x2048", "8192x128256x4096"],
     "compile": ["1024x32000x2048", "8192x128256x2048", "32768x32000x2048"],
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
-    "host": ["8x256", "8x256x64"],
 }
-KINDS = dict.fromkeys(("table", "few", "head"), REDUCTIONS) | dict.fromkeys(("memory", "profile", "modes"), ("mean",))
+KINDS = dict.fromkeys(("table", "few", "head"), REDUCTIONS) | {"memory": ("mean",)}
 
 
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
     """A command's cases, those of its vocabularies that divide by ``ranks``; or those of named shapes."""
     kinds = (reduction,) if reduction else KINDS.get(command, (command,))
     if command in ("table", "head") and not shapes:
-        of_command = [case for case in TARGETS if case.is_head == (command == "head") and case.ranks == ranks]
+        of_command = [case for case in TABLES if case.is_head == (command == "head") and case.ranks == ranks]
         return [case for case in of_command if case.kind in kinds]
     found = []
     for tokens, vocabulary, hidden in map(parsed_shape, shapes or SHAPES[command]):
@@ -260,6 +214,33 @@ class Alongside:
     @cached_property
     def log_probs(self) -> Tensor:
         return self._random(*self.ids.shape, seed=5000).log_softmax(-1)
+
+
+class _Head(torch.autograd.Function):
+    """Stands for the operation that makes logits; its backward is not part of the loss and never runs."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, buffer: Tensor) -> Tensor:
+        return buffer.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_logits: Tensor) -> tuple[None, None]:
+        raise AssertionError("benchmark: the gradient of logits went further than to the logits")
+
+
+@cache
+def _leaf(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device, requires_grad=True)
+
+
+def as_produced(buffer: Tensor) -> Tensor:
+    """Logits as training has them: no leaf and no view, in the memory of ``buffer``.
+
+    Takes no memory and launches nothing. All logits of one buffer share a version with it, so that autograd
+    and the losses notice a write.
+    """
+    logits: Tensor = _Head.apply(_leaf(buffer.device), buffer)
+    return logits
 
 
 def inputs_of(case: Case, rank: int, device: Any) -> Inputs:

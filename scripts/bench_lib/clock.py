@@ -1,4 +1,4 @@
-"""The ranks of a run, and how they time a call: device, eager and CUDA graph time of the slowest, memory, a profile.
+"""The ranks of a run, and how they time a call: device, eager and CUDA graph time of the slowest, and memory.
 
 A measurement is handed a :class:`DeviceTimer`, so that a test can hand it another timer.
 """
@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import json
 import os
-import re
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 SLEEP_SECONDS = 0.01
 LONGEST_SLEEP_SECONDS = 0.25
@@ -30,16 +24,7 @@ CYCLES_PER_SECOND = 2.0e9  # of a GPU at its fastest: a slower one sleeps longer
 CAPTURE_WARM_UPS = 3
 TIMEOUT = timedelta(minutes=5)
 GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
-PROFILED_STEPS = 5
-# The first pattern found in a kernel's name. Matmuls are libraries'; names of Triton's are plain words.
-CATEGORIES = {
-    "nccl": re.compile("nccl", re.IGNORECASE),
-    "matmul": re.compile("gemm|nvjet|cutlass|xmma|splitK|cublas", re.IGNORECASE),
-    "loss": re.compile(r"^[A-Za-z_]\w*$"),
-    "other": re.compile(""),
-}
 Run: TypeAlias = Callable[[], object]
-Span: TypeAlias = tuple[float, float]
 
 
 def nothing() -> None: ...
@@ -191,35 +176,6 @@ class CpuTimer(DeviceTimer):
         return 1e3 * (time.perf_counter() - began), 0.0
 
 
-class HostTimer(CpuTimer):
-    """This process's CPU time, while the launches of kernels launch nothing. One rank only."""
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def __init__(self, launches: Sequence[type]) -> None:
-        super().__init__(ranks=1)
-        self._launches = launches
-
-    def queued(self, name: str, run: Run, prepare: Run = nothing) -> float:
-        prepare()
-        self._synchronize()
-        gc.disable()
-        with ExitStack() as stack:
-            stack.callback(gc.enable)
-            for launch in self._launches:
-                stack.enter_context(patch.object(launch, "__call__", nothing_launched))
-            began = time.process_time()
-            run()
-            return 1e3 * (time.process_time() - began)
-
-    def _synchronize(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-
-def nothing_launched(self: object, *given: object) -> None: ...
-
-
 class Ranks(NamedTuple):
     """This process among those of the run; ``group`` is None if it is alone."""
 
@@ -265,64 +221,3 @@ def joined_ranks() -> Iterator[Ranks]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def profiled(run: Run, timer: DeviceTimer) -> dict[str, Any]:
-    """Where the device time goes: the median of several steps, each queued before it begins, in microseconds."""
-    run()
-    found = sorted((summary_of(traced(run, timer)) for _ in range(PROFILED_STEPS)), key=lambda of: of["step"])
-    return found[PROFILED_STEPS // 2]
-
-
-def traced(run: Run, timer: DeviceTimer) -> list[dict[str, Any]]:
-    """The device's events of one ``run``: those after the sleep and the ranks' common beginning."""
-    timer.meet()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        timer.sleep(LONGEST_SLEEP_SECONDS)
-        run()
-        timer.meet()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return step_of(json.loads(path.read_text())["traceEvents"], timer.ranks)
-
-
-def step_of(events: Iterable[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """On several ranks the first and the last NCCL kernel are the timer's: how it begins and how it meets."""
-    kept = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "spin" not in e["name"]]
-    kept.sort(key=lambda event: float(event["ts"]))
-    if ranks > 1:
-        nccl = [index for index, event in enumerate(kept) if category_of(event["name"]) == "nccl"]
-        kept = kept[nccl[0] + 1 : nccl[-1]]
-    return kept
-
-
-def category_of(kernel: str) -> str:
-    return next(name for name, pattern in CATEGORIES.items() if pattern.search(kernel))
-
-
-def length(spans: Iterable[Span]) -> float:
-    """The time in any of ``spans``."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total
-
-
-def summary_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The time of each category, and of NCCL's what runs alongside other kernels and what does not."""
-    spans: dict[str, list[Span]] = {name: [] for name in CATEGORIES}
-    for event in events:
-        spans[category_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
-    compute = [span for name, found in spans.items() if name != "nccl" for span in found]
-    nccl, every = spans["nccl"], [*spans["nccl"], *compute]
-    step, exposed = (max(end for _, end in every) - min(start for start, _ in every), length(every) - length(compute))
-    return {
-        "step": step,
-        "by_category": {name: sum(end - start for start, end in found) for name, found in spans.items()},
-        "nccl": length(nccl),
-        "nccl_overlapped": length(nccl) - exposed,
-        "nccl_exposed": exposed,
-        "idle": step - length(every),
-    }

@@ -9,10 +9,9 @@ import logging
 import os
 import platform
 import re
-import statistics
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,13 +29,11 @@ RESULTS = ROOT / "scripts" / "results"
 FILES = {
     "table": "bench_table",
     "options": "bench_options",
-    "modes": "bench_modes",
     "few": "bench_few",
     "head": "linear_table",
     "shapes": "linear_shapes",  # of "head", with other sizes and peers
     "unfused": "linear_unfused",  # of "head", alongside F.linear and this project's loss alone
     "memory": "linear_memory",
-    "profile": "linear_profile",
     **{name: name for name in ("losses", "objective", "compile", "rl", "frameworks")},
     "transformers": "transformers_step",
     "ignored": "transformers_ignored",
@@ -126,14 +123,6 @@ def read_documents(results: Path) -> dict[str, Document]:
     for document in found.values():
         document["results"] = [each for each in document["results"] if not each["provider"].endswith(BASELINE)]
     return found
-
-
-def quartiles(times: Sequence[float]) -> list[float]:
-    """The lower and the upper one. What disturbs a host only adds: to compare two checkouts, take the lower."""
-    if len(times) < 2:
-        return [times[0], times[0]]
-    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return [lower, upper]
 
 
 def case_of(result: Result) -> Case | str:

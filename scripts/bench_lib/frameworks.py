@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from bench_lib.calls import ENTROPY, MOST_WEIGHT, OBJECTIVE, WITHOUT_ENTROPY, Row, cispo
 from bench_lib.cases import OURS, SEQUENCE, Inputs
-from bench_lib.peers import PARALLEL, TRL_COLUMNS, LossOf, Step, in_loss_parallel, loss_parallel, of_dtensor
+from bench_lib.peers import PARALLEL, LossOf, Step, in_loss_parallel, loss_parallel, of_dtensor, trl_log_probs
 from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
 
 LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})
@@ -28,9 +27,8 @@ MEAN = Row("cross_entropy", {"reduction": "mean"})
 def both(name: str, loss_from: Callable[[Any], LossOf], integration: str, module: str, **fields: Any) -> list[Provider]:
     """A framework's own function, without and with ``install()`` of this project's integration."""
 
-    def installed() -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = importlib.import_module(f"{OURS}.integrations.{integration}").installed()
-        return context
+    def installed() -> Any:
+        return importlib.import_module(f"{OURS}.integrations.{integration}").installed()
 
     distribution = integration.replace("_", "-")
     own = Provider(name, loss_from, module, distribution, **fields)
@@ -48,12 +46,7 @@ def _openrlhf(utils: Any) -> LossOf:
 
 
 def _trl(utils: Any) -> LossOf:
-    def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> tuple[Tensor, ...]:
-        given = hidden, weight, None, labels, 1.0, TRL_COLUMNS, None, 1.0
-        found: tuple[Tensor, ...] = utils._ChunkedLogProbFunction.apply(*given, ("log_probs", "entropy"))
-        return found[:2]
-
-    return log_probs
+    return lambda h, w, y, r, g: trl_log_probs(utils, h, w, y, ("log_probs", "entropy"))[:2]
 
 
 def _verl_ppo(verl: Any) -> LossOf:
@@ -92,14 +85,12 @@ def _titan(titan: Any) -> Any:
 def _nemo(nemo: Any) -> LossOf:
     """Of every token: NeMo-RL's functions around it shift the labels, and have one token less."""
 
-    def log_probs(logits: Any, labels: Tensor, reduction: str) -> Tensor:
-        group, local = logits.device_mesh.get_group(), logits.to_local()
-        start = group.rank() * local.shape[-1]
-        stop = start + local.shape[-1]
-        found: Tensor = nemo.DistributedLogprob.apply(local, labels, start, stop, group, False)
-        return found.sum()
+    def log_probs(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+        start = group.rank() * logits.shape[-1]
+        given = logits[None], labels[None], start, start + logits.shape[-1], group, False
+        return nemo.DistributedLogprob.apply(*given).sum()
 
-    return of_dtensor(log_probs)
+    return log_probs
 
 
 @cache
@@ -154,16 +145,12 @@ def _pytorch_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ weight.t()).float(), labels)
 
 
-def _over_logits(ours: Any, gradient: str = "auto") -> Callable[..., Tensor]:
-    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = ours.vocab_parallel_cross_entropy(hidden @ weight.t(), labels, gradient=gradient)
-        return loss
-
-    return loss_of
+def _over_logits(ours: Any, gradient: str = "auto") -> LossOf:
+    return lambda h, w, y: ours.vocab_parallel_cross_entropy(h @ w.t(), y, gradient=gradient)
 
 
 def _mean(loss_of: Callable[..., Tensor]) -> LossOf:
-    def marked(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    def marked(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         return loss_of(hidden, weight, labels)
 
@@ -198,13 +185,12 @@ def _liger_objective(losses: Any) -> Step:
     """Its head of GRPO and the like, which takes an advantage for each sequence and knows no entropies."""
     head = losses.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="cispo", epsilon_high=MOST_WEIGHT)
 
-    def loss_of(inputs: Inputs, reduction: str, group: Any) -> Tensor:
+    def loss_of(inputs: Inputs, reduction: str, group: Any) -> Any:
         hidden, weight = inputs.tensors
         labels, old = (each.view(-1, SEQUENCE) for each in (inputs.labels, inputs.alongside("old")))
         advantages = inputs.alongside("advantage").view(-1, SEQUENCE)[:, 0]
         of_sequences = hidden.view(*labels.shape, -1), weight, labels, torch.ones_like(labels), advantages
-        loss: Tensor = head(*of_sequences, old_per_token_logps=old)[0]
-        return loss
+        return head(*of_sequences, old_per_token_logps=old)[0]
 
     return through_autograd(loss_of)
 

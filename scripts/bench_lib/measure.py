@@ -1,6 +1,6 @@
 """One case: each provider is checked, then all of them and the yardstick are timed in turn, round by round.
 
-The loop is the same for logits, heads and whole steps of a model: a subject has what differs.
+A subject has what differs between logits, heads and whole steps of a model: inputs, calls, yardstick and check.
 """
 
 from __future__ import annotations
@@ -9,22 +9,194 @@ import gc
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from bench_lib.calls import CHECKED_ROWS, SUMS, Row, Truth, errors_of, require
+from bench_lib.cases import REDUCTIONS, Alongside, Case, Effort, Inputs, as_produced, inputs_of
 from bench_lib.clock import DeviceTimer, Ranks, Run, nothing
-from bench_lib.documents import quartiles
+from bench_lib.documents import Result
 from bench_lib.providers import Provider, first_line
-from bench_lib.subjects import Call, Result, StepSubject, Subject
 
 YARDSTICK = "yardstick"
 WARM_UP_ROUNDS = 2
+SAME_LOSS = 0.02  # of whole steps, relative to the first provider's
+Call: TypeAlias = Callable[[Any], object]
 Times: TypeAlias = dict[str, list[float]]
+
+
+class LossSubject:
+    """What the cases of logits and of heads share, on this rank; ``fields`` are those of its results that name it."""
+
+    gradients: tuple[str, ...]
+
+    def __init__(self, case: Case, ranks: Ranks, effort: Effort) -> None:
+        self.fields = case._asdict() if case.label is None else {"case": case.label}
+        self.name, self.case, self.ranks, self.effort = str(case), case, ranks, effort
+        self.inputs = inputs_of(case, ranks.rank, ranks.device)
+        self._truth: Truth | None = None
+        self._right: dict[str, list[Tensor]] = {}  # by what is asked of the loss
+
+    def call(self, provider: Provider, inputs: Inputs) -> tuple[Tensor, ...]:
+        return provider.step(inputs, self.case.kind, self.ranks.group)
+
+    def refusal(self, provider: Provider) -> str | None:
+        if provider.only in (None, self.case.kind):
+            return None
+        return "timed with the means alone" if provider.only == "mean" else "timed without a reduction alone"
+
+    def checked(self) -> tuple[Inputs, int]:
+        """What is called for a check, and its number of tokens."""
+        return self.inputs, self.case.tokens
+
+    def allowed(self, provider: Provider, actual: tuple[Tensor, ...]) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    def check(self, provider: Provider) -> Result:
+        """How far a provider is from the truth; AssertionError if it is wrong."""
+        row = provider.returns or Row("cross_entropy", {"reduction": self.case.kind})
+        inputs, n_tokens = self.checked()
+        if repr(row) not in self._right:
+            self._truth = self._truth or Truth(self.inputs, self.ranks.group, n_tokens)
+            self._right[repr(row)] = self._truth.expected(row)
+        actual, right = self.call(provider, inputs), self._right[repr(row)]
+        gradients = self.gradients if provider.is_whole else ()
+        kept = len(right) - len(self.gradients) + len(gradients)
+        errors = errors_of(actual[:kept], right[:kept], gradients)
+        require(errors, self.allowed(provider, actual)[: len(errors)])
+        return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}}
+
+
+class LogitsSubject(LossSubject):
+    """The loss over logits, alongside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
+
+    gradients = ("gradient",)
+
+    def __init__(self, case: Case, ranks: Ranks, effort: Effort) -> None:
+        super().__init__(case, ranks, effort)
+        (self.source,) = self.inputs.tensors
+        count = max(2, self.effort.calls, self.effort.eager_calls)
+        self.buffers = [self.source.clone() for _ in range(count)]
+
+    def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
+        """The inputs of ``count`` calls, unchanged by earlier calls; if ``fresh``, for autograd."""
+        for buffer in self.buffers:
+            buffer.copy_(self.source)
+        chosen = self.buffers[:count]
+        return [self.inputs._replace(tensors=(as_produced(b) if fresh else b,)) for b in chosen]
+
+    def captured(self, provider: Provider, inputs: Inputs) -> None:
+        """A call on inputs that are made on the stream that captures, where their backward then runs."""
+        self.call(provider, inputs._replace(tensors=(as_produced(inputs.tensors[0]),)))
+
+    def yardstick(self) -> Call:
+        """The copy writes to the buffer that left the cache longest ago."""
+        half = len(self.buffers) // 2
+        target = {id(b): self.buffers[i - len(self.buffers) + half] for i, b in enumerate(self.buffers)}
+        return lambda inputs: target[id(inputs.tensors[0])].copy_(inputs.tensors[0])
+
+    def checked(self) -> tuple[Inputs, int]:
+        """The first rows."""
+        first, whole = min(CHECKED_ROWS, self.case.tokens), self.inputs.alongside
+
+        def alongside(name: str) -> Any:
+            return whole(name) if name in Alongside.OF_COLUMNS else whole(name)[:first]
+
+        return Inputs((as_produced(self.source[:first].clone()),), self.inputs.labels[:first], alongside), first
+
+    def allowed(self, provider: Provider, actual: tuple[Tensor, ...]) -> tuple[float, ...]:
+        """This project rounds the gradient once. Others may round the loss to bf16, and the gradient often."""
+        if provider.is_ours:
+            return 1e-5, torch.finfo(self.source.dtype).eps + SUMS
+        return (0.01, 0.02) if self.case.kind in REDUCTIONS else (0.05, 0.1)
+
+
+class HeadSubject(LossSubject):
+    """The loss of hidden states and a weight, alongside the three matmuls that every way needs.
+
+    ``hidden @ weight.T``, ``grad @ weight`` and ``grad.T @ hidden`` go into memory that is there; several
+    ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
+    """
+
+    gradients = ("d_hidden", "d_weight")
+
+    def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
+        return [self.inputs] * count  # no provider overwrites them
+
+    @torch.no_grad()
+    def yardstick(self) -> Call:
+        self._truth = None  # every check is done
+        self._right.clear()
+        hidden, weight = (tensor.detach() for tensor in self.inputs.tensors)
+        logits = hidden @ weight.T
+        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+        grad = torch.empty_like(logits)
+        for source, target in zip(logits.split(1024), grad.split(1024), strict=True):
+            target.copy_(source.float().softmax(-1).div_(self.case.tokens))
+
+        @torch.no_grad()
+        def matmuls(_: Inputs) -> None:
+            torch.mm(hidden, weight.T, out=logits)
+            torch.mm(grad, weight, out=d_hidden)
+            torch.mm(grad.T, hidden, out=d_weight)
+            if self.ranks.group is not None:
+                dist.all_reduce(d_hidden, group=self.ranks.group)
+
+        return matmuls
+
+    def allowed(self, provider: Provider, actual: tuple[Tensor, ...]) -> tuple[float, ...]:
+        """Logits are rounded too: of a larger weight, and of a teacher alongside the student, they are further away."""
+        eps = torch.finfo(actual[-1].dtype).eps
+        times = 1 if self.case.kind in REDUCTIONS else 4
+        ours = (times * eps / 16 + SUMS, times * eps + SUMS, times * eps + SUMS)
+        return ours if provider.is_ours else (0.05, 0.05, 0.1)
+
+
+class StepSubject:
+    """Whole steps of a model, alongside those of the first provider.
+
+    ``step`` runs one and returns its loss, and ``forget`` drops the gradients.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, rounds: int, step: Callable[[], Tensor], forget: Run) -> None:
+        self.name, self.ranks, self.fields = name, ranks, {"case": name}
+        self.effort = Effort(1, rounds, is_queued=False)
+        self.step, self.forget = step, forget
+        self._first: float | None = None
+
+    def call(self, provider: Provider, inputs: Any) -> tuple[Tensor, ...]:
+        return (self.step(),)
+
+    def operands(self, count: int, *, fresh: bool) -> list[Any]:
+        self.forget()
+        return [None] * count
+
+    def yardstick(self) -> Call | None:
+        """None stands for the first provider."""
+        return None
+
+    def refusal(self, provider: Provider) -> str | None:
+        return None
+
+    def check(self, provider: Provider) -> Result:
+        self.forget()
+        loss = float(self.step().detach())
+        self._first = loss if self._first is None else self._first
+        require({"loss": abs(loss - self._first) / max(abs(self._first), 1e-6)}, (SAME_LOSS,))
+        return {"loss": loss}
+
+
+Subject: TypeAlias = LogitsSubject | HeadSubject | StepSubject
+
+
+def subject_of(case: Case, ranks: Ranks, rounds: int) -> LogitsSubject | HeadSubject:
+    return (HeadSubject if case.is_head else LogitsSubject)(case, ranks, case.effort(rounds))
 
 
 class Timed(NamedTuple):
@@ -61,12 +233,16 @@ def interleaved(runs: dict[str, Timed], timed: Callable[[str, Run, Run], float],
     return times
 
 
-def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none") -> list[Result]:
-    """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
+def measure(
+    subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, *, graphs: bool = False
+) -> list[Result]:
+    """One result per provider: numbers, or why it was refused; with ``graphs`` those of CUDA graphs of logits too."""
     if "torch._dynamo" in sys.modules:  # nothing is compiled before it is imported, which takes seconds
         torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
-    with only_new_garbage(timer):
-        found = {provider.name: attempt(subject, provider, timer) for provider in providers}
+    timer.release()
+    gc.freeze()  # imports are half a million objects, at which each release would look: 0.3 s
+    found = {provider.name: attempt(subject, provider, timer) for provider in providers}
+    gc.unfreeze()
     timed = {p.name: p for p in providers if "refused" not in found[p.name]}
     effort, yardstick = subject.effort, subject.yardstick()
     base = next(iter(timed), "") if yardstick is None else YARDSTICK
@@ -84,29 +260,15 @@ def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer,
     for name, provider in timed.items():
         found[name] |= numbers(times, name, base, effort.calls)
         found[name] |= {"queued": effort.is_queued and timer.was_queued(name)}
-        found[name] |= {} if provider.gradient is None else {"gradient": provider.gradient}
-        other = provider.baseline or ""
-        if other in timed:
-            found[name]["over_baseline"] = ratio_numbers(times, name, other)
+        for field, each in (("over_baseline", times), ("over_baseline_eager", eager)):
+            if provider.baseline in each:
+                found[name][field] = ratio_numbers(each, name, provider.baseline)
         if eager:
-            wanted = graphs == "all" or (graphs == "ours" and provider.is_ours)
             found[name] |= extra_numbers(eager, name, base, "eager", effort.eager_calls)
+        if graphs and isinstance(subject, LogitsSubject):
             with provider.context():
-                found[name] |= graph_numbers(subject, provider, yardstick, timer, wanted)
-        if eager and other in timed:
-            found[name]["over_baseline_eager"] = ratio_numbers(eager, name, other)
+                found[name] |= graph_numbers(subject, provider, timer)
     return [subject.fields | {"provider": name} | fields for name, fields in found.items()]
-
-
-@contextmanager
-def only_new_garbage(timer: DeviceTimer) -> Iterator[None]:
-    """Let each release look only at what is made from now on: imports are half a million objects, 0.3 s each time."""
-    timer.release()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
@@ -164,38 +326,40 @@ def numbers(times: Times, name: str, base: str, calls: int) -> Result:
     }
 
 
+def quartiles(times: Sequence[float]) -> list[float]:
+    """The lower and the upper one. What disturbs a host only adds: to compare two checkouts, take the lower."""
+    both = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75], dtype=torch.float64))
+    return [float(each) for each in both]
+
+
 def ratio_numbers(times: Times, name: str, base: str) -> list[float]:
     """The median over the rounds of the ratio to ``base`` in the same round, and its range."""
     ratios = [elapsed / other for elapsed, other in zip(times[name], times[base], strict=True)]
     return [round(each, 4) for each in (statistics.median(ratios), min(ratios), max(ratios))]
 
 
-def graph_numbers(
-    subject: Subject, provider: Provider, yardstick: Call | None, timer: DeviceTimer, wanted: bool
-) -> Result:
+def graph_numbers(subject: LogitsSubject, provider: Provider, timer: DeviceTimer) -> Result:
     """Of replays of the captured calls: one provider at a time, since its graphs hold on to memory."""
-    count, reason = subject.effort.calls, "not asked for"
+    count = subject.effort.calls
 
     def timed(name: str, run: Run, prepare: Run) -> float:
         return timer.queued(f"graph of {name}", run, prepare)
 
     try:
-        if wanted and yardstick is not None:
-            timer.release()
-            both: dict[str, Call] = {YARDSTICK: yardstick, provider.name: partial(subject.captured, provider)}
-            restored = partial(subject.operands, count, fresh=False)
-            replays = {name: Timed(timer.captured(call, restored()), restored) for name, call in both.items()}
-            times = interleaved(replays, timed, subject.effort.rounds)
-            return extra_numbers(times, provider.name, YARDSTICK, "graph", count)
+        timer.release()
+        both: dict[str, Call] = {YARDSTICK: subject.yardstick(), provider.name: partial(subject.captured, provider)}
+        restored = partial(subject.operands, count, fresh=False)
+        replays = {name: Timed(timer.captured(call, restored()), restored) for name, call in both.items()}
+        times = interleaved(replays, timed, subject.effort.rounds)
+        return extra_numbers(times, provider.name, YARDSTICK, "graph", count)
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-    return {"microseconds_graph": None, "ratio_graph": None, "graph_error": reason}
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return {"microseconds_graph": None, "ratio_graph": None, "graph_error": said}
 
 
 def extra_numbers(times: Times, name: str, base: str, kind: str, calls: int) -> Result:
     return {
         f"microseconds_{kind}": round(1e3 * statistics.median(times[name]) / calls, 2),
-        f"microseconds_{kind}_quartiles": [round(1e3 * each / calls, 2) for each in quartiles(times[name])],
         f"ratio_{kind}": ratio_numbers(times, name, base)[0],
     }
 

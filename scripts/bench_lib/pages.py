@@ -1,49 +1,28 @@
-"""The pages, from the committed documents: ``docs/performance.md``, and what others have between markers.
+"""The tables of README and of the pages of docs/, and a picture, from the committed documents.
 
 ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` are around what NAME stands for: a function here, or the file of a
-document without its ending. Pure functions, except :func:`texts`. A target is compared with the number itself.
+document without its ending. ``readme.json`` has the rows of README's figures: what a row shows ``without`` this
+package, and what is ``given`` with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_lib.cases import IN_FORWARD, LOSSES_TARGETS, OURS, TARGETS
-from bench_lib.documents import FILES, ROOT, Document, Result, name_of, read_documents, results_by_case
-from bench_lib.overview import frameworks_block, numbers_block, place_of, require_one_commit
-from bench_lib.tables import (
-    few_part,
-    gpus,
-    linear_part,
-    logits_part,
-    losses_part,
-    memory_part,
-    modes_part,
-    number,
-    objective_part,
-    options_part,
-    profile_part,
-    short_commit,
-    steps_part,
-    table,
-)
+from bench_lib import tables
+from bench_lib.cases import OURS, Case
+from bench_lib.documents import ROOT, Document, is_ours, is_timed, name_of, read_documents, results_by_case
+from bench_lib.tables import cost, number, shown, table
 from vocab_parallel_ce.versions import TESTED
 
-TEMPLATE = Path(__file__).with_name("performance.template.md")
 COMPILED = ROOT / "tests" / "test_compile_only.py"
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
-UNITS = {
-    "ratio": "x copy",
-    "ratio_graph": "x copy in a CUDA graph",
-    "microseconds_eager": "us eager",
-    "microseconds_graph": "us in a CUDA graph",
-    "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
-}
 ARCHITECTURES = {
     "sm_80": "NVIDIA A100",
     "sm_90": "NVIDIA H100, H200",
@@ -52,48 +31,73 @@ ARCHITECTURES = {
     "gfx942": "AMD MI300X, MI325X",
     "gfx950": "AMD MI350X, MI355X",
 }
-# Of documents, by the first word of their names; in the template, by the file of their command.
-BLOCKS = {"losses": losses_part, "objective": objective_part, "linear": linear_part}
-PARTS = {"table": logits_part, "head": linear_part, "unfused": linear_part, "memory": memory_part}
-PARTS |= {"few": few_part, "modes": modes_part, "options": options_part}
+# What makes the block of a document, by the beginning of its name; otherwise it is tables.steps_part.
+BLOCKS: dict[str, Callable[..., str]] = {
+    "bench_table": tables.logits_part,
+    "bench_few": tables.few_part,
+    "bench_options": tables.options_part,
+    "linear_memory": tables.memory_part,
+    "linear": tables.linear_part,
+    "losses": tables.losses_part,
+    "objective": tables.objective_part,
+}
+ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("readme.json").read_text("utf-8"))
+FEWEST_ROUNDS = 10
+PICTURE = "bench_speed.png"
+CASES = [Case("mean", 4096, 128256, 1), Case("none", 4096, 128256, 1), Case("none", 16384, 128256, 2)]
+LONGEST_BAR = 6.5
+LIMITS = {"mean": 1.0, "none": 1.5}  # one read and one write; two reads and one write
 
 
-def targets_block(documents: Mapping[str, Document]) -> str:
-    """Every target, whether it is met, and where the documents are from."""
-    rows: list[list[str]] = []
-    used: dict[str, Document] = {}
-    for case, bounds in TARGETS.items():
-        name = name_of("head" if case.is_head else "table", case.ranks)
-        used |= {name: documents[name]} if name in documents and bounds else {}
-        results = results_by_case(documents[name]).get(case, {}) if name in documents else {}
-        is_in_forward = case.kind == "mean" and not case.is_head
-        for metric, bound in bounds.items():
-            value = number(results.get(IN_FORWARD if is_in_forward else OURS), metric)
-            unit = UNITS[metric].replace("copy", "matmuls" if case.is_head else "copy")
-            measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
-            name = f"{case}, {gpus(case.ranks)}{', in_forward' * is_in_forward}"
-            rows.append([name, f"<= {bound:g} {unit}", measured, is_met([] if value is None else [value], bound)])
-    losses = name_of("losses", 1)
-    used |= {losses: documents[losses]} if losses in documents else {}
-    cases = results_by_case(documents[losses]) if losses in documents else {}
-    for own, base, bound in LOSSES_TARGETS:
-        found = {case: beside(results, own, base) for case, results in cases.items() if own in results}
-        measured = ", ".join(f"{value:.3f} ({name})" for name, value in found.items()) or "-"
-        rows.append([f"{own}, 1 GPU", f"<= {bound:g} x {base}", measured, is_met(list(found.values()), bound)])
-    count = sum(row[-1] == "met" for row in rows)
-    places = "; ".join(f"`{name}`, {place_of(document)}" for name, document in used.items())
-    said = f"{count} of {len(rows)} targets are met. The numbers are those of {places}."
-    return f"{said}\n\n{table(['case', 'target', 'measured', ''], rows)}"
+def used_by_readme(documents: Mapping[str, Document]) -> dict[str, Document]:
+    """The documents of README's rows.
+
+    Raises:
+        ValueError: those of one GPU are of several commits, or one is of fewer rounds than ``FEWEST_ROUNDS``. Those of
+            several GPUs are of other machines.
+    """
+    used = {row["document"]: documents[row["document"]] for row in ROWS}
+    commits = {name: each["host"]["commit"][:12] for name, each in used.items() if each["host"]["gpus_used"] == 1}
+    if len(set(commits.values())) > 1:
+        raise ValueError(f"README: expected documents of one commit, got {commits}; measure them again together")
+    few = {name: each["rounds"] for name, each in used.items() if each["rounds"] < FEWEST_ROUNDS}
+    if few:
+        raise ValueError(f"README: expected {FEWEST_ROUNDS} rounds or more, got {few}; measure them again")
+    return used
 
 
-def is_met(values: Sequence[float], bound: float) -> str:
-    return "not measured" if not values else "met" if max(values) <= bound else "**missed**"
+def place_of(document: Document) -> str:
+    """The GPUs and the commit."""
+    host = document["host"]
+    return f"{host['gpus_used']} x {host['gpu']} ({tables.short_commit(document)})"
 
 
-def beside(results: dict[str, Result], provider: str, base: str) -> float:
-    """A provider's time over another's, or over the copy's."""
-    own, other = results[provider], results.get(base)
-    return float(own["ratio"] if other is None else own["ms"] / other["ms"])
+def numbers_block(documents: Mapping[str, Document]) -> str:
+    """README's rows, and where each was measured. The least of each column is bold.
+
+    Raises:
+        ValueError: a row of ratios leaves out the fastest of the others.
+    """
+    rows, used = [], used_by_readme(documents)
+    for row in ROWS:
+        results = {str(case): found for case, found in results_by_case(used[row["document"]]).items()}[row["case"]]
+        others = {n: each["ratio"] for n, each in results.items() if is_timed(each) and not n.startswith(OURS)}
+        if row.get("is_ratio") and min(others, key=lambda name: others[name]) not in row["without"]:
+            raise ValueError(f"README: {row['case']}: expected the fastest of {others}, got {row['without']}")
+        cells = {}
+        for name in (*row["without"], row["given"]):
+            ratio = f"{shown(results[name]['ratio'])} x memcpy"
+            cells[name] = [ratio] if row.get("is_ratio") else cost(results[name]).split(", ")
+        best = [min(column, key=lambda text: float(text.split()[0])) for column in zip(*cells.values(), strict=True)]
+        said = {
+            name: ", ".join(f"**{text}**" if text == least else text for text, least in zip(texts, best, strict=True))
+            for name, texts in cells.items()
+        }
+        without = "<br>".join(f"{name}: {said[name]}" for name in row["without"])
+        rows.append([row["what"], without, said[row["given"]]])
+    every = table(["bf16, forward and backward", "without", "with"], rows)
+    places = "; ".join(dict.fromkeys(map(place_of, used.values())))
+    return f"{every}\n\nMeasured on {places}. Bold is the least."
 
 
 def lanes_of(results: Path) -> dict[str, dict[str, Any]]:
@@ -139,15 +143,13 @@ def blocks(documents: dict[str, Document], lanes: dict[str, dict[str, Any]]) -> 
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
         "numbers": partial(numbers_block, documents),
-        "targets": partial(targets_block, documents),
-        "frameworks": partial(frameworks_block, documents),
         "pairs": pairs_block,
         "lanes": partial(lanes_block, lanes),
         "architectures": lambda: architectures_block(COMPILED.read_text(encoding="utf-8"), lanes),
     }
     for name, document in documents.items():
-        part: Callable[..., str] = BLOCKS.get(name.partition("_")[0], steps_part)
-        made[name] = partial(profile_part if "ranks" in document else part, document)
+        part = next((part for beginning, part in BLOCKS.items() if name.startswith(beginning)), tables.steps_part)
+        made[name] = partial(part, document)
     return made
 
 
@@ -166,30 +168,49 @@ def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, nee
     return MARKED.sub(lambda match: f"{match[1]}\n{made[match[2]]()}\n\n{match[3]}", text)
 
 
-def with_parts(text: str, documents: Mapping[str, Document]) -> str:
-    """The template with each ``{{part}}`` in its place, and the commit at the top.
-
-    Raises:
-        ValueError: a section has documents of several commits.
-    """
-    first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
-    commit, sections = first["host"]["commit"], []
-    for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
-        named = {name: each for name, each in documents.items() if "{{" + name + "}}" in section}
-        require_one_commit(section.partition("\n")[0], named)
-        for name, document in named.items():
-            part = next(part for command, part in PARTS.items() if name.startswith(FILES[command]))
-            section = section.replace("{{" + name + "}}", part(document, commit))
-        sections.append(section)
-    return "".join(sections).replace("{{commit}}", short_commit(first))
-
-
 def texts(root: Path, results: Path) -> dict[Path, str]:
-    """``docs/performance.md``, and README and the other pages of docs/ with their blocks anew."""
-    documents, page, readme = read_documents(results), root / "docs" / "performance.md", root / "README.md"
-    made, found = blocks(documents, lanes_of(results)), {page: with_parts(TEMPLATE.read_text("utf-8"), documents)}
-    for path in (readme, *sorted(page.parent.glob("*.md"))):
-        if path != page:
-            needed = ("numbers",) if path == readme else ()
-            found[path] = with_blocks(path.read_text(encoding="utf-8"), made, path.name, needed)
+    """README and the pages of docs/ with their blocks anew."""
+    made, readme, found = blocks(read_documents(results), lanes_of(results)), root / "README.md", {}
+    for path in (readme, *sorted((root / "docs").glob("*.md"))):
+        needed = ("numbers",) if path == readme else ()
+        found[path] = with_blocks(path.read_text(encoding="utf-8"), made, path.name, needed)
     return found
+
+
+def panels_of(documents: dict[str, Document]) -> dict[str, Any]:
+    """What the picture shows: in each of some cases the time over that of a copy, by provider."""
+    panels = {}
+    for case in CASES:
+        results = results_by_case(documents[name_of("table", case.ranks)])[case]
+        ratios = {name: number(results[name], "ratio") for name in tables.providers_of({case: results})}
+        bars = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+        panels[f"{case}, {tables.gpus(case.ranks)}"] = {"floor": LIMITS[case.kind], "bars": bars}
+    return panels
+
+
+def digest(panels: dict[str, Any]) -> str:
+    """The picture carries it, so that a check needs no drawing."""
+    return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
+
+
+def is_stale(picture: Path, documents: dict[str, Document]) -> bool:
+    return not picture.exists() or digest(panels_of(documents)).encode() not in picture.read_bytes()
+
+
+def draw(picture: Path, documents: dict[str, Document]) -> None:
+    from matplotlib.figure import Figure
+
+    panels = panels_of(documents)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    for axes, (title, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        bars = dict(reversed(panel["bars"].items()))
+        colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
+        drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
+        axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)
+        axes.axvline(panel["floor"], color="black", linewidth=0.8, linestyle="--")
+        axes.set_xlim(0, LONGEST_BAR * 1.15)
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=8)
+    caption = "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5"
+    figure.supxlabel(caption, fontsize=9)
+    figure.savefig(picture, dpi=100, metadata={"Source": digest(panels)})

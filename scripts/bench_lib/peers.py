@@ -47,13 +47,14 @@ def eager(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction=reduction)
 
 
-def eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-    return eager(functional.linear(hidden, weight), labels, reduction, group)
-
-
-def eager_linear_16(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+def eager_16(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
     """Of logits that stay in 16 bits: faster, and the loss is rounded to them."""
-    return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
+    return functional.cross_entropy(logits, labels, reduction=reduction)
+
+
+def after_linear(loss: LossOf) -> LossOf:
+    """A head whose logits are made first."""
+    return lambda h, w, y, r, g: loss(functional.linear(h, w), y, r, g)
 
 
 @cache
@@ -79,7 +80,7 @@ def loss_parallel(parallel: Any, dtype: torch.dtype = torch.float32) -> LossOf:
     from torch.distributed.tensor import DTensor, Replicate
 
     def loss_of(logits: Any, labels: Tensor, reduction: str) -> Any:
-        replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
+        replicated = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
         reduction = reduction if reduction in REDUCTIONS else "sum"
         loss: Any = functional.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction=reduction)
         return loss.to_local()
@@ -87,10 +88,9 @@ def loss_parallel(parallel: Any, dtype: torch.dtype = torch.float32) -> LossOf:
     return of_dtensor(loss_of)
 
 
-def in_loss_parallel() -> AbstractContextManager[Any]:
+def in_loss_parallel() -> Any:
     """Around forward and backward."""
-    context: AbstractContextManager[Any] = importlib.import_module(PARALLEL).loss_parallel()
-    return context
+    return importlib.import_module(PARALLEL).loss_parallel()
 
 
 def torch_linear(nn: Any) -> LossOf:
@@ -144,10 +144,9 @@ def quack_kernel(quack: Any) -> Step:
     """Loss and gradient of one launch: without autograd, and without the mean's weight."""
 
     @torch.no_grad()
-    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
+    def step(inputs: Inputs, reduction: str, group: Any) -> Any:
         logits = inputs.tensors[0].detach()
-        loss, grad = quack.cross_entropy_fwd(logits, inputs.labels, return_dx=True, inplace_backward=True)
-        return loss, grad
+        return quack.cross_entropy_fwd(logits, inputs.labels, return_dx=True, inplace_backward=True)
 
     return step
 
@@ -166,13 +165,18 @@ def quack_linear(quack: Any, **options: bool) -> LossOf:
     return loss_of
 
 
+def trl_log_probs(utils: Any, hidden: Tensor, weight: Tensor, labels: Tensor, outputs: tuple[str, ...]) -> Any:
+    """Log-probabilities and what is asked for, as its trainers call for them."""
+    given = hidden, weight, None, labels, 1.0, TRL_COLUMNS, None, 1.0
+    return utils._ChunkedLogProbFunction.apply(*given, outputs)
+
+
 def trl_linear(utils: Any) -> LossOf:
-    """Its log-probabilities, of tokens that are not ignored, as its trainers call them."""
+    """The mean or each, of tokens that are not ignored."""
 
     def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
         live = labels != IGNORE_INDEX
-        given = hidden[live], weight, None, labels[live], 1.0, TRL_COLUMNS, None, 1.0, ()
-        losses: Tensor = -utils._ChunkedLogProbFunction.apply(*given)[0]
+        losses = -trl_log_probs(utils, hidden[live], weight, labels[live], ())[0]
         every = torch.zeros_like(labels, dtype=losses.dtype)
         return losses.mean() if reduction == "mean" else every.masked_scatter(live, losses)
 
@@ -186,13 +190,8 @@ def in_place_loss(module: Any) -> LossOf:
 
 
 def flash_linear(flash: Any) -> LossOf:
-    losses_of = in_place_loss(flash)
-
-    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        losses: Tensor = losses_of(functional.linear(hidden, weight), labels, "none", group)
-        return reduced_over_live(losses, labels, reduction)
-
-    return loss_of
+    losses_of = after_linear(in_place_loss(flash))
+    return lambda h, w, y, r, g: reduced_over_live(losses_of(h, w, y, "none", g), y, r)
 
 
 def fla_gluon_loss(kernels: Any) -> LossOf:

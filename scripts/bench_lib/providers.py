@@ -62,9 +62,9 @@ class Provider:
 
     ``takes`` is ``"logits"`` or ``"head"``. ``returns`` is what it computes, if not the cross-entropy of the reduction
     asked for. ``module`` and ``distribution`` are what it needs installed. ``loss_from`` makes the loss from the
-    imported module; if ``is_step``, the whole step. ``context`` is around its calls. ``refuses`` gives the reason to
-    refuse a case, or None. ``gradient`` says when this project writes it. ``baseline`` names the same call of another
-    commit. If not ``is_whole``, its gradients are parts, which are not compared.
+    imported module; if ``is_step``, the whole step. ``context`` is around its calls. ``only`` is the reduction that it
+    is timed with, if not all. ``baseline`` names the same call of another commit. If not ``is_whole``, its gradients
+    are parts, which are not compared.
     """
 
     name: str
@@ -79,9 +79,8 @@ class Provider:
     is_step: bool = False
     is_whole: bool = True
     reduces_hidden: bool = True
-    refuses: Callable[[Case], str | None] = lambda case: None
+    only: str | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    gradient: str | None = None
     baseline: str | None = None
 
     @property
@@ -149,9 +148,7 @@ def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
 def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
     """Every row of a case; each is followed by the same call of the checkout ``baseline``, which may have none."""
     found, other = [], None if baseline is None else baseline_package(baseline).__name__
-    interpreted = {"impl": "triton"} if case.kind == "host" and not torch.cuda.is_available() else {}
     for name, row in rows_of(case).items():
-        row = row._replace(options=row.options | interpreted)
         is_whole = not row.options.get("sequence_parallel")
         made = partial(_linear if case.is_head else _logits, returns=row, is_step=True, is_whole=is_whole)
         found.append(made(name, partial(_row_step, row), baseline=other and name + cases.BASELINE))
@@ -162,19 +159,6 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
 
 def _row_step(row: Row, package: Any) -> Step:
     return through_autograd(lambda inputs, reduction, group: called(row, package, inputs, group))
-
-
-def _is_reduced(case: Case) -> str | None:
-    is_reduced = case.kind != "none"
-    return None if is_reduced else "in_forward is for reduced losses: the grad_output of each token comes after forward"
-
-
-def _is_mean(case: Case) -> str | None:
-    return None if case.kind == "mean" else "timed with the means alone"
-
-
-def _is_unreduced(case: Case) -> str | None:
-    return None if case.kind == "none" else "a reduced loss makes its logits once: there are none to keep"
 
 
 def _over_logits(gradient: str, **options: str) -> Callable[[Any], LossOf]:
@@ -203,7 +187,7 @@ UNREDUCED = Row("cross_entropy", {"reduction": "none"})
 _logits = partial(Provider, module=OURS, distribution=OUR_PACKAGE)
 _head = partial(Provider, takes="head")
 _linear = partial(_logits, takes="head")
-_in_forward = partial(_logits, gradient="in_forward", refuses=_is_reduced)
+_in_forward = partial(_logits, only="mean")  # the grad_output of each token comes after the forward pass
 _unfused = partial(_linear, reduces_hidden=False)
 _torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
 _sharded = partial(Provider, module=peers.PARALLEL, distribution="torch", of_one_rank=False)
@@ -219,7 +203,7 @@ _cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entro
 
 # In place by name: the default takes a new tensor, since the caller of ``torch.autograd.grad`` has the logits.
 PROVIDERS: tuple[Provider, ...] = (
-    _logits(OURS, _over_logits("in_backward"), gradient="in_backward"),
+    _logits(OURS, _over_logits("in_backward")),
     _in_forward(IN_FORWARD, _over_logits("in_forward")),
     *(
         _in_forward(name, _over_logits("in_forward", impl=impl), is_default=False, of_several=impl != "one_pass")
@@ -232,9 +216,7 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("liger-kernel", peers.liger_loss, LIGER, "liger-kernel"),
     _quacks("quack-kernels", partial(peers.quack_loss, in_place=True), QUACK),
     _quacks("quack-kernels (out of place)", partial(peers.quack_loss, in_place=False), QUACK),
-    _quacks(
-        "quack-kernels (kernel alone)", peers.quack_kernel, QUACK, is_step=True, refuses=_is_mean, returns=UNREDUCED
-    ),
+    _quacks("quack-kernels (kernel alone)", peers.quack_kernel, QUACK, is_step=True, only="mean", returns=UNREDUCED),
     Provider("flash-attn", peers.in_place_loss, FLASH, "flash-attn"),
     _flas("fla-core", peers.in_place_loss, peers.FLA),
     _flas("fla-core (Gluon)", peers.fla_gluon_loss, f"{peers.FLA}.gluon", context=peers.in_gluon),
@@ -249,13 +231,13 @@ PROVIDERS: tuple[Provider, ...] = (
     _engines("transformer-engine (overwrite)", partial(peers.engine_loss, overwrite_input=True)),
     _linear(OURS, _head_loss()),
     _linear(f"{OURS}[fp32 logits]", _head_loss(logits_dtype=torch.float32)),
-    _linear(f"{OURS}[kept logits]", _head_loss(keep_logits="all"), refuses=_is_unreduced),
-    _unfused(cases.UNFUSED, _over_linear("auto"), gradient="auto"),
-    _unfused(cases.UNFUSED_IN_FORWARD, _over_linear("in_forward"), refuses=_is_reduced, gradient="in_forward"),
-    _torch_head(EAGER, lambda m: peers.eager_linear),
-    _torch_head(cases.COMPILED, lambda m: torch.compile(peers.eager_linear, dynamic=False)),
-    _torch_head(EAGER_16, lambda m: peers.eager_linear_16),
-    _torch_head(cases.COMPILED_16, lambda m: torch.compile(peers.eager_linear_16, dynamic=False)),
+    _linear(f"{OURS}[kept logits]", _head_loss(keep_logits="all"), only="none"),
+    _unfused(cases.UNFUSED, _over_linear("auto")),
+    _unfused(cases.UNFUSED_IN_FORWARD, _over_linear("in_forward"), only="mean"),
+    _torch_head(EAGER, lambda m: peers.after_linear(peers.eager)),
+    _torch_head(cases.COMPILED, lambda m: torch.compile(peers.after_linear(peers.eager), dynamic=False)),
+    _torch_head(EAGER_16, lambda m: peers.after_linear(peers.eager_16)),
+    _torch_head(cases.COMPILED_16, lambda m: torch.compile(peers.after_linear(peers.eager_16), dynamic=False)),
     _torch_head("F.linear_cross_entropy", peers.torch_linear),
     _head("F.linear + flash-attn", peers.flash_linear, FLASH, "flash-attn", reduces_hidden=False),
     _ligers("liger-kernel", peers.liger_linear),
@@ -268,7 +250,7 @@ PROVIDERS: tuple[Provider, ...] = (
     _cuts("cut-cross-entropy (exact)", partial(peers.cut_linear, filter_eps=None)),
     # It scales exponentials instead of logits where it can, unless told not to.
     _quack_head("quack-kernels", peers.quack_linear),
-    _quack_head("quack-kernels (base)", partial(peers.quack_linear, use_scaled_exp=False), refuses=_is_mean),
-    _flas("fla-core", peers.fla_linear, FLA_LINEAR, takes="head", refuses=_is_mean),
+    _quack_head("quack-kernels (base)", partial(peers.quack_linear, use_scaled_exp=False), only="mean"),
+    _flas("fla-core", peers.fla_linear, FLA_LINEAR, takes="head", only="mean"),
     _head("trl", peers.trl_linear, "trl.trainer.utils", "trl", of_several=False),
 )

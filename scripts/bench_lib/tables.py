@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
-from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case
+from bench_lib.cases import IN_FORWARD, OURS, Case
 from bench_lib.documents import Document, Result, case_of, is_ours, is_timed, results_by_case
 
 GIB = 2**30
 OPTIONS_VOCABULARIES = (128256, 32064, 50257)  # the others are in the document
-NOISE = 1.02  # of a mode's time
-SCALE_US = 1.5  # of the launch with which backward looks at grad_output: the host does not know that it is 1
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -31,16 +28,15 @@ def short_commit(document: Document) -> str:
     return ", ".join(str(part) for part in (str(host["commit"])[:12], host.get("date")) if part)
 
 
-def with_host(document: Document, commit: str | None, title: str, *parts: str) -> str:
-    """Parts of a page below the machine, the versions, the rounds, and the commit if it is not that of the page."""
+def with_host(document: Document, title: str, *parts: str) -> str:
+    """Parts of a page below the machine, the versions, the rounds and the commit."""
     host = document["host"]
     versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
     packages = ", ".join(f"{name} {version}" for name, version in host["packages"].items()) or "no other package"
     rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
-    own = "" if host["commit"] == commit else f"; commit {short_commit(document)}"
     cpu = f", {host['cpu']}" if host.get("cpu") else ""
-    line = f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}{own}. {title}"
-    return "\n\n".join([line.strip(), *filter(None, parts)])
+    machine = f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}"
+    return "\n\n".join([f"{machine}; commit {short_commit(document)}. {title}".strip(), *filter(None, parts)])
 
 
 def shown(value: float | None) -> str:
@@ -67,9 +63,6 @@ def number(result: Result | None, metric: str) -> float | None:
     """The number of a timed result; None if there is none."""
     if result is None or not is_timed(result):
         return None
-    if metric == "gib_over_fp32_weight_gradient":
-        weight = result["vocabulary"] // result["ranks"] * result["hidden_size"]
-        return float(result["peak_bytes"] - 4 * weight) / GIB
     return result.get(metric)
 
 
@@ -138,27 +131,27 @@ def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
     return f"Eager calls in us, where another provider's is faster than this project's fastest: {said}."
 
 
-def logits_part(document: Document, commit: str | None = None) -> str:
+def logits_part(document: Document) -> str:
     """Every provider's time over the copy's, and this project's eager call and memory."""
     ours = [result for result in document["results"] if is_ours(result["provider"]) and "ratio_spread" in result]
     spread = max(((r["ratio_spread"][1] - r["ratio_spread"][0]) / r["ratio"] for r in ours), default=0.0)
     title = f"This project's ratios vary by {100 * spread:.1f} % or less. Time / copy:"
     more = {"eager us": lambda r: shown(number(r, "microseconds_eager")), "extra B/row": per_row}
     every = provider_table(document, "tokens x vocabulary", lambda r: shown(r["ratio"]), more)
-    return with_host(document, commit, title, every, faster_eagerly(results_by_case(document)), notes(document))
+    return with_host(document, title, every, faster_eagerly(results_by_case(document)), notes(document))
 
 
-def linear_part(document: Document, commit: str | None = None) -> str:
+def linear_part(document: Document) -> str:
     """Every provider's time over the matmuls' and its memory, and this project's time."""
 
     def cell(result: Result) -> str:
         return f"{result['ratio']:.3f}, {gib(result['peak_bytes'])}"
 
     every = provider_table(document, "case", cell, {"ms": lambda result: f"{result['ms']:.2f}"})
-    return with_host(document, commit, "Time / matmuls and extra GiB:", every, notes(document))
+    return with_host(document, "Time / matmuls and extra GiB:", every, notes(document))
 
 
-def few_part(document: Document, commit: str | None = None) -> str:
+def few_part(document: Document) -> str:
     """Microseconds of a CUDA graph's replay of each provider and of the copy."""
     cases = results_by_case(document)
     every = dict.fromkeys(result["provider"] for result in document["results"])
@@ -170,10 +163,10 @@ def few_part(document: Document, commit: str | None = None) -> str:
         cells = ("-" if us is None else f"{us:.1f}" for us in (copy, *(times[case, name] for name in names)))
         rows.append([str(case), *cells])
     header = ["tokens x vocabulary", "copy", *names]
-    return with_host(document, commit, "Microseconds of a CUDA graph's replay:", table(header, rows))
+    return with_host(document, "Microseconds of a CUDA graph's replay:", table(header, rows))
 
 
-def options_part(document: Document, commit: str | None = None) -> str:
+def options_part(document: Document) -> str:
     """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
     cases = {c: of for c, of in results_by_case(document).items() if c.vocabulary in OPTIONS_VOCABULARIES}
     first, rows = next(iter(cases.values())), []
@@ -183,29 +176,17 @@ def options_part(document: Document, commit: str | None = None) -> str:
         cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
         rows.append([name, *cells, per_row(first[name]) if name in first else "-"])
     header = ["call", *(str(case).removeprefix("options").strip() for case in cases), "extra B/row"]
-    return with_host(document, commit, "", table(header, rows))
+    return with_host(document, "", table(header, rows))
 
 
-def memory_part(document: Document, commit: str | None = None) -> str:
+def memory_part(document: Document) -> str:
     """Extra peak memory in GiB, one row per number of tokens."""
     names = list(dict.fromkeys(result["provider"] for result in document["results"]))
     rows = []
     for case, results in results_by_case(document).items():
         cells = [gib(results[n]["peak_bytes"]) if is_timed(results[n]) else "-" for n in names]
         rows.append([str(case), gib(next(iter(results.values()))["gradient_bytes"]), *cells])
-    return with_host(document, commit, "", table(["extra GiB", "both gradients alone", *names], rows), notes(document))
-
-
-def profile_part(document: Document) -> str:
-    """One row per rank, in ms."""
-    rows = []
-    for rank, summary in enumerate(document["ranks"]):
-        names = ("step", "nccl", "nccl_overlapped", "nccl_exposed", "idle")
-        numbers = [*(summary[name] for name in names), *(summary["by_category"][name] for name in ("matmul", "loss"))]
-        rows.append([str(rank), *(f"{value / 1e3:.2f}" for value in numbers)])
-    header = ["rank", "step", "NCCL", "of it alongside other kernels", "exposed", "idle", "matmuls", "loss"]
-    title = f"{case_of(document['case'])}, medians of several steps, in ms:"
-    return with_host(document, None, title, table(header, rows))
+    return with_host(document, "", table(["extra GiB", "both gradients alone", *names], rows), notes(document))
 
 
 def cost(result: Result) -> str:
@@ -230,7 +211,7 @@ def step_tables(document: Document) -> list[str]:
 
 def steps_part(document: Document) -> str:
     title = "Milliseconds (quartiles), and GiB of new memory at the peak:"
-    return with_host(document, None, title, *step_tables(document))
+    return with_host(document, title, *step_tables(document))
 
 
 def objective_part(document: Document) -> str:
@@ -242,7 +223,7 @@ def objective_part(document: Document) -> str:
     cases = results_by_case(document)
     rows = [[name, *(cell(results[name]) for results in cases.values())] for name in next(iter(cases.values()))]
     every = table(["tokens x D x V", *cases], rows)
-    return with_host(document, None, "Time over the products, and GiB of new memory at the peak:", every)
+    return with_host(document, "Time over the products, and GiB of new memory at the peak:", every)
 
 
 def losses_part(document: Document) -> str:
@@ -263,65 +244,7 @@ def losses_part(document: Document) -> str:
     title = "Time over a copy of the logits, and over the same call without the last option:"
     every = table(["call", *cases, "bytes per row"], rows)
     heads = step_tables(document | {"results": [each for each in document["results"] if each["case"] not in cases]})
-    return with_host(document, None, title, every, "Heads, in ms and GiB:", *heads)
-
-
-class Comparison(NamedTuple):
-    """``in_forward`` alongside another mode that may run in its place."""
-
-    case: Case
-    other: str
-    us: float  # of in_forward
-    ratio: float  # over the other's time; over that of the default and a scale
-    is_slower: bool
-
-
-def comparisons(document: Document) -> list[Comparison]:
-    """Every case, once for each other mode that was timed in it."""
-    found = []
-    for case, results in results_by_case(document).items():
-        timed = {name: result for name, result in results.items() if is_timed(result)}
-        if (chosen := timed.pop(IN_FORWARD, None)) is None:
-            continue
-        least, us = (1e3 * float(ms) for ms in (chosen.get("ms_quartiles", [chosen["ms"]])[0], chosen["ms"]))
-        for name, result in timed.items():
-            other = 1e3 * result["ms"] + SCALE_US * (name == OURS)
-            found.append(Comparison(case, name, us, us / other, least > NOISE * other))
-    return found
-
-
-def slower_modes(document: Document) -> list[str]:
-    """One line per case in which ``in_forward`` is slower than another mode: than the fastest of them."""
-    found = [each for each in comparisons(document) if each.is_slower]
-    worst = [max(of_case, key=lambda each: each.ratio) for _, of_case in groupby(found, key=lambda each: each.case)]
-    return [f"slower: {each.case}: {IN_FORWARD} {each.us:.2f} us, {each.ratio:.2f} x {each.other}" for each in worst]
-
-
-def modes_part(document: Document, commit: str | None = None) -> str:
-    """In how many cases ``in_forward`` is slower than each other mode, and by how much at most."""
-    lines, every = [], comparisons(document)
-    _, one_pass = BY_NAME
-    for other, what in ((OURS, f"the default and {SCALE_US} us"), (one_pass, '`impl="one_pass"`')):
-        found = [each for each in every if each.other == other]
-        count, worst = sum(each.is_slower for each in found), max(found, key=lambda each: each.ratio)
-        lines.append(
-            f"- `in_forward` is slower than {what} in {count} of {len(found)} cases. The largest ratio is "
-            f"{worst.ratio:.2f}, of {worst.case}."
-        )
-    return with_host(document, commit, "", "\n".join(lines))
-
-
-def compared(old: Document, new: Document) -> str:
-    """The ratios of both runs, case by case."""
-    lines = [f"{'case':38} {'provider':32} {'old':>7} {'new':>7} {'difference':>10}"]
-    before = results_by_case(old)
-    for case, results in results_by_case(new).items():
-        for name, result in results.items():
-            was, ratio = (number(each, "ratio") for each in (before.get(case, {}).get(name), result))
-            cells = ["-" if each is None else f"{each:.3f}" for each in (was, ratio)]
-            change = f"{100 * (ratio / was - 1):+.1f} %" if was and ratio else "-"
-            lines.append(f"{case!s:38} {name:32} {cells[0]:>7} {cells[1]:>7} {change:>10}")
-    return "\n".join(lines)
+    return with_host(document, title, every, "Heads, in ms and GiB:", *heads)
 
 
 def beside_baseline(document: Document, suffix: str) -> str:

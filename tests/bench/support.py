@@ -9,12 +9,11 @@ from torch.nn import functional
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from bench_lib import cases, clock, measure, providers, subjects  # noqa: E402
+from bench_lib import cases, clock, measure, providers  # noqa: E402
 
 # Few calls are enough for these tests.
 cases.MOST_BUFFERS, cases.MOST_EAGER_CALLS = 4, 20
 OURS, IN_FORWARD, EAGER, SHARDED = cases.OURS, cases.IN_FORWARD, cases.EAGER, cases.SHARDED
-TRITON, ONE_PASS = cases.BY_NAME
 KNOWN = [each for each in providers.PROVIDERS if each.takes == "logits"]
 LOGITS = cases.Case("none", 96, 40, 1, dtype="float32")
 HEAD = cases.Case("mean", 48, 64, 1, 32, "float32")
@@ -55,11 +54,13 @@ class ScriptedTimer(clock.CpuTimer):
         return 192
 
 
-def measured(names, timer=None, case=LOGITS, extra=(), graphs="ours", rounds=3):
+def measured(names, timer=None, case=LOGITS, extra=(), graphs=False, rounds=3):
     known = [each for each in providers.PROVIDERS if (each.takes == "head") == case.is_head]
     chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
-    subject = subjects.subject_of(case, ALONE, rounds)
-    return {each["provider"]: each for each in measure.measure(subject, chosen, timer or ScriptedTimer(), graphs)}
+    subject = measure.subject_of(case, ALONE, rounds)
+    return {
+        each["provider"]: each for each in measure.measure(subject, chosen, timer or ScriptedTimer(), graphs=graphs)
+    }
 
 
 def provider_of(loss_of, name="other", **fields):

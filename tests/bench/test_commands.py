@@ -1,4 +1,4 @@
-"""``scripts/bench.py`` from end to end on the CPU: a small run of its commands, what it refuses, and its profile."""
+"""``scripts/bench.py`` from end to end on the CPU: a small run of its commands, and what it refuses."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, TRITON, document
+from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, document
 
 import bench  # isort: skip
-from bench_lib import calls, cases, clock, documents, providers, tables  # isort: skip
+from bench_lib import calls, cases, documents, providers  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -34,7 +34,7 @@ def test_table(tmp_path, capsys, monkeypatch):
     assert list(results) == [OURS, IN_FORWARD, EAGER]
     for each in results.values():
         assert each["ratio"] > 0 and each["microseconds_eager"] > 0
-        assert each["peak_bytes"] is None and each["microseconds_graph"] is None
+        assert each["peak_bytes"] is None and "microseconds_graph" not in each
     assert "absent: flash-attn: not installed" in capsys.readouterr().out
 
 
@@ -68,19 +68,6 @@ def test_objective(tmp_path, monkeypatch):
     assert list(results) == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
 
 
-def test_modes_of_a_cpu_are_measured_and_the_slower_one_is_an_error(tmp_path, capsys, monkeypatch):
-    """A CPU has no stable times, so the bound is given."""
-    monkeypatch.setattr(tables, "NOISE", 1e9)
-    found = run(tmp_path, "modes", "--shape", "8x64", "--dtype", "float32")
-    ((case, results),) = documents.results_by_case(found).items()
-    assert case == cases.Case("mean", 8, 64, 1, dtype="float32") and "microseconds_eager" not in results[OURS]
-    assert [name for name in results if documents.is_timed(results[name])] == [OURS, IN_FORWARD, TRITON]
-    monkeypatch.setattr(tables, "NOISE", 0.0)
-    with pytest.raises(AssertionError, match="assert 1 == 0"):
-        run(tmp_path, "modes", "--shape", "8x64")
-    assert "slower: mean 8 x 64 bf16: vocab_parallel_ce[in_forward]" in capsys.readouterr().out
-
-
 def test_a_wrong_row_is_an_error_and_leaves_no_finished_document(tmp_path, monkeypatch):
     """Twice the loss is seen by the check."""
     right = calls.Names.distillation
@@ -88,7 +75,7 @@ def test_a_wrong_row_is_an_error_and_leaves_no_finished_document(tmp_path, monke
     with pytest.raises(RuntimeError, match="distillation, forward: wrong: loss: relative error 1"):
         run(tmp_path, "losses", "--shape", "4x100")
     path, results = tmp_path / "document.json", iter([[{"ratio": 1.5}]])
-    monkeypatch.setattr(bench, "measure", lambda *given: next(results))  # the second case fails
+    monkeypatch.setattr(bench, "measure", lambda *given, graphs: next(results))  # the second case fails
     with pytest.raises(StopIteration):
         bench.main(["table", "--shape", "8x64", "--providers", OURS, "--json", str(path)])
     assert json.loads(path.read_text())["results"] == [{"ratio": 1.5}]
@@ -100,17 +87,6 @@ def test_a_baseline_of_no_known_commit_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("VPCE_BASELINE_COMMIT", raising=False)
     with pytest.raises(SystemExit, match="--baseline: expected a checkout with git history, got"):
         run(tmp_path, "options", "--shape", "4x100", "--baseline", str(SCRIPTS))
-
-
-def test_the_time_of_the_host_launches_nothing():
-    class Launch:
-        def __call__(self):
-            raise AssertionError("launched")
-
-    prepared, launch = [], Launch()
-    assert clock.HostTimer([Launch]).queued("a", launch, lambda: prepared.append(1)) >= 0 and prepared
-    with pytest.raises(AssertionError, match="launched"):
-        launch()
 
 
 def test_a_page_has_documents_of_steps_that_ended(tmp_path, capsys, monkeypatch):
@@ -150,27 +126,6 @@ def test_cases_are_a_tables_a_commands_or_those_named():
         cases.cases_of("table", 1, ["8x64x"])
     with pytest.raises(ValueError, match="vocabulary: expected a multiple of the 3 ranks, got 64"):
         cases.cases_of("head", 3, ["8x64"])
-
-
-def test_a_profile_tells_hidden_from_exposed_communication():
-    def event(name, start, duration, cat="kernel"):
-        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": duration}
-
-    trace = [
-        event("spin_kernel", 0, 90),
-        event("ncclDevKernel_AllReduce_Sum", 90, 5),  # the ranks begin together
-        event("nvjet_tst_128x256", 100, 50),
-        event("ncclDevKernel_AllGather_RING_LL", 140, 20),
-        event("statistics_kernel", 155, 15),
-        event("void at::native::fill(int)", 180, 10),
-        event("aten::mm", 0, 200, cat="cpu_op"),
-        event("ncclDevKernel_AllReduce_Sum", 195, 5),  # the ranks meet again
-    ]
-    summary = clock.summary_of(clock.step_of(trace, ranks=2))
-    assert summary["step"] == 90 and summary["nccl"] == 20 and summary["idle"] == 10
-    # From 150 to 155 neither a matmul nor a loss runs beside the all_gather.
-    assert summary["nccl_exposed"] == 5 and summary["nccl_overlapped"] == 15
-    assert summary["by_category"] == {"nccl": 20, "matmul": 50, "loss": 15, "other": 10}
 
 
 @pytest.mark.parametrize("command", bench.DEFAULT_PROVIDERS)
