@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from bench_lib.cases import IGNORE_INDEX, OURS, TOP, TOP_P, Alongside, Case, Inputs
+from bench_lib.cases import IGNORE_INDEX, OF_COLUMNS, OURS, TOP, TOP_P, Case, Inputs
 
 MOST_WEIGHT = 1.2  # of an objective's importance weights
 CHECKED_ROWS = 64
@@ -298,7 +298,7 @@ class Truth:
 
     def expected(self, row: Row) -> list[Tensor]:
         """The outputs of a row, then the gradients of their sums. Collectives: all_gathers."""
-        of_columns = [name for name in row.given if name in Alongside.OF_COLUMNS]
+        of_columns = [name for name in row.given if name in OF_COLUMNS]
         vectors = {name: of_all_ranks(self.inputs.alongside(name), 0, self.group).double() for name in of_columns}
         divisor = self._divisor(row, vectors)
         leaf = self.whole.double().requires_grad_() if self.is_head else None

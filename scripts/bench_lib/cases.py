@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -165,55 +165,40 @@ class Inputs(NamedTuple):
     upstreams: dict[torch.dtype, Tensor] | None = None
 
 
-class Alongside:
-    """What a loss takes alongside logits or a head and labels; each is made when it is first asked for."""
+OF_COLUMNS = ("class_weight",)  # what a loss takes of each column; the others have a row of each token
 
-    OF_COLUMNS = ("class_weight",)  # the others have a row of each token
 
-    def __init__(self, case: Case, tensors: tuple[Tensor, ...], rank: int) -> None:
-        self._case, self._tensors, self._rank = case, tensors, rank
+def alongside_of(case: Case, tensors: tuple[Tensor, ...], rank: int) -> Callable[[str], Any]:
+    """What a loss takes alongside logits or a head and labels; each is made when it is first asked for.
 
-    def _random(self, *shape: int, seed: int) -> Tensor:
-        device = self._tensors[0].device
+    The teacher is its logits, or its hidden states and weight. An advantage is one number for the tokens of a sequence,
+    ``old`` are about the log-probabilities of random labels, and which ids a teacher knows does not matter.
+    """
+    device, n_known = tensors[0].device, min(TOP, case.columns)
+
+    def random(*shape: int, seed: int) -> Tensor:
         return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
-    @cached_property
-    def class_weight(self) -> Tensor:
-        return self._random(self._case.columns, seed=2000 + self._rank).abs()
-
-    @cached_property
-    def temperature(self) -> Tensor:
-        return self._random(self._case.tokens, seed=3000).abs() + 0.5
-
-    @cached_property
-    def teacher(self) -> Any:
-        """Its logits, or its hidden states and weight."""
-        if self._case.is_head:
-            hidden, weight = (tensor.detach() for tensor in self._tensors)
+    def teacher() -> Any:
+        if case.is_head:
+            hidden, weight = (tensor.detach() for tensor in tensors)
             return hidden.flip(0), weight.flip(1)
-        shape, dtype = self._tensors[0].shape, self._tensors[0].dtype
-        return self._random(*shape, seed=4000 + self._rank).mul_(3).to(dtype)
+        return random(*tensors[0].shape, seed=4000 + rank).mul_(3).to(tensors[0].dtype)
 
-    @cached_property
-    def advantage(self) -> Tensor:
-        """One number for the tokens of a sequence."""
-        n_sequences = -(-self._case.tokens // SEQUENCE)
-        return self._random(n_sequences, seed=6000).abs().repeat_interleave(SEQUENCE)[: self._case.tokens]
+    def advantage() -> Tensor:
+        of_sequences = random(-(-case.tokens // SEQUENCE), seed=6000).abs()
+        return of_sequences.repeat_interleave(SEQUENCE)[: case.tokens]
 
-    @cached_property
-    def old(self) -> Tensor:
-        """Log-probabilities, about those of random labels."""
-        return self._random(self._case.tokens, seed=7000) - math.log(self._case.vocabulary)
-
-    @cached_property
-    def ids(self) -> Tensor:
-        """Which tokens the teacher knows does not matter."""
-        known = torch.arange(min(TOP, self._case.columns), device=self._tensors[0].device)
-        return known.expand(self._case.tokens, -1)
-
-    @cached_property
-    def log_probs(self) -> Tensor:
-        return self._random(*self.ids.shape, seed=5000).log_softmax(-1)
+    made: dict[str, Callable[[], Any]] = {
+        "class_weight": lambda: random(case.columns, seed=2000 + rank).abs(),
+        "temperature": lambda: random(case.tokens, seed=3000).abs() + 0.5,
+        "teacher": teacher,
+        "advantage": advantage,
+        "old": lambda: random(case.tokens, seed=7000) - math.log(case.vocabulary),
+        "ids": lambda: torch.arange(n_known, device=device).expand(case.tokens, -1),
+        "log_probs": lambda: random(case.tokens, n_known, seed=5000).log_softmax(-1),
+    }
+    return cache(lambda name: made[name]())
 
 
 class _Head(torch.autograd.Function):
@@ -251,7 +236,7 @@ def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
     if not case.is_head:
         logits = torch.randn(case.tokens, case.columns, generator=own, device=device).mul_(3).to(dtype)
         labels = torch.randint(0, case.vocabulary, (case.tokens,), generator=common, device=device)
-        return Inputs((logits,), labels, partial(getattr, Alongside(case, (logits,), rank)))
+        return Inputs((logits,), labels, alongside_of(case, (logits,), rank))
     is_compared = case.kind in REDUCTIONS
     std = WEIGHT_STD if is_compared else WIDE_WEIGHT_STD
     weight = torch.randn(case.columns, case.hidden_size, generator=own, device=device).mul_(std)
@@ -264,4 +249,4 @@ def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
         upstream = torch.randn(labels.shape, generator=common, device=device).to(dtype)
         upstreams = {kind: upstream.to(kind) for kind in (torch.float32, dtype)}
     tensors = (hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_())
-    return Inputs(tensors, labels, partial(getattr, Alongside(case, tensors, rank)), upstreams)
+    return Inputs(tensors, labels, alongside_of(case, tensors, rank), upstreams)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench_lib.calls import CHECKED_ROWS, SUMS, Row, Truth, errors_of, require
-from bench_lib.cases import REDUCTIONS, Alongside, Case, Effort, Inputs, as_produced, inputs_of
+from bench_lib.cases import OF_COLUMNS, REDUCTIONS, Case, Effort, Inputs, as_produced, inputs_of
 from bench_lib.clock import DeviceTimer, Ranks, Run, nothing
 from bench_lib.documents import Result
 from bench_lib.providers import Provider, first_line
@@ -106,7 +106,7 @@ class LogitsSubject(LossSubject):
         first, whole = min(CHECKED_ROWS, self.case.tokens), self.inputs.alongside
 
         def alongside(name: str) -> Any:
-            return whole(name) if name in Alongside.OF_COLUMNS else whole(name)[:first]
+            return whole(name) if name in OF_COLUMNS else whole(name)[:first]
 
         return Inputs((as_produced(self.source[:first].clone()),), self.inputs.labels[:first], alongside), first
 
