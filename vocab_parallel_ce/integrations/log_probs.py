@@ -72,8 +72,7 @@ class DistributedLogprob:
         Raises:
             ValueError: these are other columns.
         """
-        group = process_group_of(dist.group.WORLD if group is None else group)  # as torch.distributed takes it
-        check_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
+        group = group_of_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
         with torch.no_grad() if inference_only else nullcontext():
             return token_log_probs(vocab_parallel_logits, target, group=group, gradient="out_of_place")
 
@@ -120,8 +119,7 @@ class FusedLinearChunkedDistributedLogprob:
         Raises:
             ValueError: the columns are not this rank's of equal shards.
         """
-        group = process_group_of(dist.group.WORLD if tp_group is None else tp_group)
-        check_columns(vocab_start_index, vocab_end_index, weight.shape[0], group)
+        group = group_of_columns(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
         with torch.no_grad() if inference_only else nullcontext():
             return linear_token_log_probs(
                 hidden.to(weight.dtype),
@@ -133,8 +131,14 @@ class FusedLinearChunkedDistributedLogprob:
             )
 
 
-def check_columns(start: int, end: int, n_columns: int, group: Any) -> None:
-    """That the shards are equal: of others nobody tells this rank the size of the vocabulary."""
+def whole_group(group: Any) -> Any:
+    """Return the group that torch.distributed takes for ``group``."""
+    return process_group_of(dist.group.WORLD if group is None else group)
+
+
+def group_of_columns(start: int, end: int, n_columns: int, group: Any) -> Any:
+    """Return the group, if the shards are equal: of others nobody tells this rank the size of the vocabulary."""
+    group = whole_group(group)
     rank = group_position(group)[0]
     expected = rank * n_columns, (rank + 1) * n_columns
     if (start, end) != expected:
@@ -142,3 +146,4 @@ def check_columns(start: int, end: int, n_columns: int, group: Any) -> None:
             f"vocab_start_index, vocab_end_index: expected {expected}, those of rank {rank} with equal shards of "
             f"{n_columns} columns, got {(start, end)}; call token_log_probs or linear_token_log_probs with vocab_size="
         )
+    return group

@@ -51,9 +51,7 @@ def masked_cross_entropy(
         loss_weights: ``[...]`` multiplies the losses, for reduction ``"sum"``.
     """
     if _is_gathered(logits):
-        original: Any = _switch.original(f"{LOSSES}.masked_ce:MaskedCrossEntropy.forward")
-        result: Tensor = original(self, logits, labels, mask, num_label_tokens, loss_weights)
-        return result
+        return _own("masked_ce:MaskedCrossEntropy.forward", self, logits, labels, mask, num_label_tokens, loss_weights)
     local, columns = _columns("logits", logits)
     arguments = (local,), self, labels, mask, num_label_tokens, loss_weights
     loss = _loss(vocab_parallel_cross_entropy, *arguments, **columns)
@@ -68,9 +66,7 @@ def te_parallel_cross_entropy(
     Without a gradient the logits stay as they are, which TransformerEngine's kernel overwrites.
     """
     if _is_gathered(logits):
-        original: Any = _switch.original(f"{LOSSES}.te_parallel_ce:TEParallelCrossEntropy.__call__")
-        result: Tensor = original(self, logits, labels, mask, num_label_tokens)
-        return result
+        return _own("te_parallel_ce:TEParallelCrossEntropy.__call__", self, logits, labels, mask, num_label_tokens)
     local, columns = _columns("logits", logits, self.tp_group)
     tokens = num_label_tokens if self.reduction == "sum" else None  # as there
     return _loss(vocab_parallel_cross_entropy, (local,), self, labels, mask, tokens, None, **columns)
@@ -89,9 +85,8 @@ def fused_linear_cross_entropy(
 
     The gradient of ``lm_weight [V, D]`` is summed in fp32 and rounded once. FSDP's parts are gathered as there.
     """
-    weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
+    tensors = _head(self, hidden_states, lm_weight, grad_reduce_group)
     options = {"softcap": self.logit_softcapping or None}
-    tensors = _same_dtype(hidden_states, weight)
     return _loss(linear_cross_entropy, tensors, self, labels, None, num_label_tokens, loss_weights, **options)
 
 
@@ -111,9 +106,8 @@ def chunked_cross_entropy(
 
     ``logits_dtype=torch.float32`` keeps products in fp32, where NeMo Automodel casts them afterwards.
     """
-    weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
+    tensors = _head(self, hidden_states.reshape(*labels.shape, -1), lm_weight, grad_reduce_group)
     options = {"logits_dtype": torch.float32 if logits_dtype == torch.float32 else None}
-    tensors = _same_dtype(hidden_states.reshape(*labels.shape, -1), weight)
     return _loss(linear_cross_entropy, tensors, self, labels, mask, num_label_tokens, loss_weights, **options)
 
 
@@ -127,9 +121,7 @@ def knowledge_distillation(
     Collectives: one all_gather of 20 bytes per token over the ranks that share the vocabulary.
     """
     if _is_gathered(student_logits) or _is_gathered(teacher_logits) or teacher_logits.requires_grad:
-        original: Any = _switch.original(f"{LOSSES}.kd_loss:KDLoss.forward")
-        result: Tensor = original(self, student_logits, teacher_logits, labels, num_batch_labels)
-        return result
+        return _own("kd_loss:KDLoss.forward", self, student_logits, teacher_logits, labels, num_batch_labels)
     student, columns = _columns("student_logits", student_logits, self.tp_group)
     loss = distillation_loss(
         student,
@@ -177,9 +169,17 @@ def _loss(
     return loss if num_label_tokens is None else loss * (1 / num_label_tokens if num_label_tokens else 0.0)
 
 
-def _same_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _head(module: Any, hidden: Tensor, weight: Any, grad_reduce_group: Any) -> tuple[Tensor, Tensor]:
+    """Return hidden states and the whole weight, of one dtype."""
+    weight = module.materialize_lm_weight(weight, grad_reduce_group=grad_reduce_group)
     is_cast = torch.is_autocast_enabled(hidden.device.type)
     return (hidden if is_cast else hidden.to(weight.dtype)), weight
+
+
+def _own(target: str, *arguments: Any) -> Tensor:
+    """Return what NeMo Automodel's own method computes."""
+    result: Tensor = _switch.original(f"{LOSSES}.{target}")(*arguments)
+    return result
 
 
 def _is_gathered(logits: Any) -> bool:

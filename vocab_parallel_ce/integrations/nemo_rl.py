@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,12 +23,12 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.api.sampling import sampling_threshold
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.integrations.log_probs import (
     ChunkedDistributedLogprob,
     DistributedLogprob,
-    check_columns,
+    group_of_columns,
     kept_logits,
+    whole_group,
 )
 from vocab_parallel_ce.integrations.rebind import Switch
 
@@ -66,7 +65,7 @@ class DistributedLogprobWithSampling:
             top_p: None or 1.0 leaves all.
             inference_only: build no graph.
         """
-        group = process_group_of(dist.group.WORLD if tp_group is None else tp_group)
+        group = whole_group(tp_group)
         kept = {"top_k": top_k if top_k is not None and top_k > 0 else None, "top_p": 1.0 if top_p is None else top_p}
         threshold = sampling_threshold(vocab_parallel_logits, **kept, group=group)  # type: ignore[arg-type]
         with torch.no_grad() if inference_only else nullcontext():
@@ -76,14 +75,7 @@ class DistributedLogprobWithSampling:
 
 
 class ChunkedDistributedLogprobWithSampling:
-    """Has ``apply``, as an autograd Function has.
-
-    Example:
-        >>> from vocab_parallel_ce.integrations import nemo_rl
-        >>> logits, target = torch.tensor([[3.0, 3.0, 0.0, 0.0]]), torch.tensor([1])
-        >>> nemo_rl.ChunkedDistributedLogprobWithSampling.apply(logits, target, None, 2, 1.0, 1024)
-        tensor([-0.6931])
-    """
+    """Has ``apply``, as an autograd Function has."""
 
     @staticmethod
     def apply(
@@ -128,8 +120,7 @@ def from_parallel_logits_to_logprobs(
     n_tokens = target.shape[1]
     target = F.pad(target.roll(-1, dims=-1), (0, max(0, vocab_parallel_logits.shape[1] - n_tokens)))
     if sampling_params is not None and ((sampling_params.top_k or 0) > 0 or sampling_params.top_p not in (None, 1.0)):
-        group = dist.group.WORLD if tp_group is None else tp_group
-        check_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
+        group = group_of_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
         kept = sampling_params.top_k, sampling_params.top_p, inference_only
         log_probs = DistributedLogprobWithSampling.apply(vocab_parallel_logits, target, group, *kept)
     else:
@@ -167,8 +158,7 @@ def from_parallel_hidden_states_to_logprobs(
         tensor([[-1.3863, -1.3863]])
     """
     _check_no_context_parallelism(cp_group, "the logits' function")
-    group = dist.group.WORLD if tp_group is None else tp_group
-    check_columns(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], group)
+    group = group_of_columns(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], tp_group)
     with torch.no_grad() if inference_only else nullcontext():
         log_probs = linear_token_log_probs(
             tensor_parallel_hidden_states,

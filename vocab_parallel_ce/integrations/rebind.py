@@ -25,6 +25,7 @@ class Around(NamedTuple):
 
     make: Callable[[Any], Any]
     optional: bool = False  # versions without the name stay as they are
+    everywhere: bool = True  # False: other modules that have it keep it
 
 
 class Rebound(NamedTuple):
@@ -43,7 +44,7 @@ class Switch:
         version: the framework and the versions that have these names, for messages.
         stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it, or :class:`Around`.
         left: what the framework still computes -> why.
-        calls: what the integration counts, for the report.
+        calls: what the integration counts from :meth:`install` on, for the report.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Switch:
         version: str,
         stand_ins: Mapping[str, Any],
         left: Mapping[str, str] | None = None,
-        calls: Mapping[str, int] | None = None,
+        calls: Counter[str] | None = None,
     ) -> None:
         self.version, self.stand_ins, self.left = version, stand_ins, left or {}
-        self.calls: Mapping[str, int] = Counter() if calls is None else calls
+        self.calls: Counter[str] = Counter() if calls is None else calls
         self._rebound: list[Rebound] = []
         self._left: dict[str, str] = {}
 
@@ -86,7 +87,8 @@ class Switch:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
         rebound = [*names.values()]
-        other_names = _modules_with([old for _, old, _, _ in rebound])
+        alone = {target for target, each in self.stand_ins.items() if isinstance(each, Around) and not each.everywhere}
+        other_names = _modules_with([each.old for each in rebound if each.target not in alone])
         for _, old, _, holders in rebound:
             holders += [each for each in other_names.pop(id(old), ()) if each not in names]
         try:
@@ -97,6 +99,7 @@ class Switch:
                 _bind(holders, old)
             raise
         self._left, self._rebound = {**self.left, **left}, rebound
+        self.calls.clear()
         log_installed(self.version, [holders[0][1] for *_, holders in rebound], self._left)
         return self._report(each for *_, holders in rebound for each in holders)
 
@@ -137,10 +140,6 @@ class Switch:
     def _report(self, holders: Iterable[tuple[Any, str]]) -> Report:
         names = {f"{_path(owner)}.{name}" for owner, name in holders}
         return Report(self.version, tuple(sorted(names)), dict(self._left) if names else {}, dict(self.calls))
-
-    def originals(self) -> dict[str, Any]:
-        """Return what each name stood for."""
-        return {each.holders[0][1]: each.old for each in self._rebound}
 
     def original(self, target: str) -> Any:
         """Return the framework's own function that ``target`` names, as in ``stand_ins``, installed or not."""

@@ -34,8 +34,7 @@ LEFT = {
     UNKNOWN: "nothing else says how wide the vocabulary is; torchtitan gathers them",
     "the head": "the model makes its logits",
 }
-_originals: dict[str, Any] = {}  # torchtitan's functions, kept for losses that were built while ours were installed
-_titan: dict[str, Any] = {}  # what ours need of torchtitan
+_titan: dict[str, Any] = {}  # what ours need of torchtitan, and its own, for losses that were built while ours were
 _options: dict[str, Any] = {}  # of install(); empty: nothing is installed
 _calls: Counter[str] = Counter()
 
@@ -68,8 +67,7 @@ def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str 
                 raise ValueError(f"{LOSS}.{name}: expected that of torchtitan 0.3, got no such name; install 0.3")
             _titan[name] = getattr(module, name)
         _switch.install()
-        _originals.update(_switch.originals())
-        _calls.clear()
+        _titan.update({name: _switch.original(f"{LOSS}:{name}") for name in ("cross_entropy_loss", "compute_logprobs")})
     _options.update(vocab_size=vocab_size, gradient=gradient, impl=impl)
     return report()
 
@@ -108,7 +106,7 @@ def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None 
         global_vocab_size: ``V``, needed for plain shards.
     """
     if _left_to_torchtitan(pred):
-        return _originals["cross_entropy_loss"](pred, labels, global_vocab_size=global_vocab_size)
+        return _titan["cross_entropy_loss"](pred, labels, global_vocab_size=global_vocab_size)
     options = {"reduction": "sum", "gradient": _options["gradient"], "impl": _options["impl"]}
     if is_dtensor(pred):
         return dtensor.cross_entropy(pred, labels, **options)
@@ -136,7 +134,7 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
         return_entropy: also return the entropies, of ignored tokens too. They have no gradient.
     """
     if _left_to_torchtitan(logits, has_vocab_size=_options.get("vocab_size") is not None):
-        return _originals["compute_logprobs"](logits, labels, return_entropy=return_entropy)
+        return _titan["compute_logprobs"](logits, labels, return_entropy=return_entropy)
     options = {"gradient": _options["gradient"], "impl": _options["impl"]}
     group = None if is_dtensor(logits) else _vocabulary_group()
     function: Any = dtensor.token_log_probs if is_dtensor(logits) else token_log_probs

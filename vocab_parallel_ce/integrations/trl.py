@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +17,10 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.integrations import Report, log_installed, warn_if_newer
 from vocab_parallel_ce.integrations.log_probs import kept_logits
+from vocab_parallel_ce.integrations.rebind import Around, Switch
 
+CORE = "trl.trainer.utils:_ChunkedLogProbFunction"
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "predictions"}
@@ -30,65 +29,7 @@ LEFT = {
     "temperature, logit_scale or softcap that is not positive": "this package refuses them",
     "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
 }
-_originals: dict[str, Any] = {}  # what names of trl.trainer.utils stood for
 _calls: Counter[str] = Counter()
-
-
-def install() -> Report:
-    """Replace the core of TRL's fused head, and report; a second call changes nothing.
-
-    The report counts calls of the fused head as ``"fused"``, or by what of ``left`` they are.
-
-    Raises:
-        ImportError: TRL is not installed.
-        ValueError: its fused head is not that of TRL 1.16.
-    """
-    utils = importlib.import_module("trl.trainer.utils")
-    core: Any = getattr(utils, "_ChunkedLogProbFunction", None)
-    if core is _Core:
-        return report()
-    expected = [*inspect.signature(_Core.apply).parameters]
-    if core is None or [*inspect.signature(core.forward).parameters][1:] != expected or not hasattr(utils, "DTensor"):
-        version = importlib.import_module("trl").__version__
-        raise ValueError(f"trl: expected the fused head of TRL 1.16, got another in TRL {version}; install trl 1.16")
-    warn_if_newer("trl")
-    _calls.clear()
-    for name, stand_in in _STAND_INS.items():
-        _originals[name] = getattr(utils, name)
-        setattr(utils, name, stand_in)
-    log_installed("TRL 1.16", ["the fused head"], LEFT)
-    return report()
-
-
-def uninstall() -> None:
-    """Give TRL its own names back, if :func:`install` replaced them.
-
-    Raises:
-        RuntimeError: something else replaced one of them after :func:`install`.
-    """
-    utils = importlib.import_module("trl.trainer.utils") if _originals else None
-    for name in _originals:
-        if getattr(utils, name) is not _STAND_INS[name]:
-            raise RuntimeError(f"trl.trainer.utils.{name}: something else replaced it after install(); undo that first")
-    while _originals:
-        setattr(utils, *_originals.popitem())
-
-
-@contextmanager
-def installed() -> Iterator[Report]:
-    """Install in a ``with`` block; what was installed before it stays."""
-    was_installed = bool(_originals)
-    try:
-        yield install()
-    finally:
-        if not was_installed:
-            uninstall()
-
-
-def report() -> Report:
-    """Return what is installed, and how many calls this package and TRL's own Function computed."""
-    rebound = tuple(f"trl.trainer.utils.{name}" for name in _originals)
-    return Report("TRL 1.16", rebound, dict(LEFT) if rebound else {}, dict(_calls))
 
 
 class _NoTensor:
@@ -146,7 +87,8 @@ class _Core:
             weight, bias = _gathered(weight), _gathered(bias)
         if reason:
             tensors = hidden, weight, bias, targets, temperature, chunk_size
-            return _originals["_ChunkedLogProbFunction"].apply(*tensors, final_logit_softcapping, logit_scale, outputs)
+            core: Any = _switch.original(CORE)
+            return core.apply(*tensors, final_logit_softcapping, logit_scale, outputs)
         if not torch.is_autocast_enabled(hidden.device.type):  # which casts the products alone
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
         group = weight.device_mesh.get_group(TP) if stays_cut else None
@@ -169,9 +111,6 @@ class _Core:
         return record.log_probs, record.entropy, None if sums is None else sums.log(), mean, is_top1
 
 
-_STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}
-
-
 def _why_left_to_trl(weight: Tensor, scales: dict[str, Any], outputs: tuple[str, ...]) -> str | None:
     """Return the first of ``LEFT`` that holds, or None."""
     holds = (
@@ -180,3 +119,24 @@ def _why_left_to_trl(weight: Tensor, scales: dict[str, Any], outputs: tuple[str,
         hasattr(weight, "ds_id"),
     )
     return next((reason for reason, is_so in zip(LEFT, holds, strict=True) if is_so), None)
+
+
+def _stand_in(core: Any) -> Any:
+    """Return what stands for TRL's Function, if that has the parameters of TRL 1.16."""
+    expected = [*inspect.signature(_Core.apply).parameters]
+    if [*inspect.signature(core.forward).parameters][1:] != expected:
+        version = importlib.import_module("trl").__version__
+        raise ValueError(f"trl: expected the fused head of TRL 1.16, got another in TRL {version}; install trl 1.16")
+    return _Core
+
+
+_switch = Switch(
+    "TRL 1.16",
+    {
+        CORE: Around(_stand_in, everywhere=False),
+        "trl.trainer.utils:DTensor": Around(lambda _: _NoTensor, everywhere=False),
+    },
+    LEFT,
+    _calls,
+)
+install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report

@@ -13,10 +13,10 @@ from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy as cross_e
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.integrations import logger
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
+from vocab_parallel_ce.integrations.log_probs import IGNORED, tensor_parallel_group
 from vocab_parallel_ce.integrations.megatron.linear import calls, linear_loss
 from vocab_parallel_ce.options import Settings, shard_of_rank
 
-IGNORED = -100
 _global_forward_hooks = torch.nn.modules.module._global_forward_hooks
 
 options: dict[str, Any] = {}  # of install(), as the loss over logits takes them
@@ -41,10 +41,7 @@ def vocab_parallel_cross_entropy(
 
     Megatron's label smoothing, over the whole vocabulary. A negative label has loss 0 and gradient 0.
     """
-    if tp_group is None:
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-        tp_group = get_tensor_model_parallel_group()
+    tp_group = tensor_parallel_group() if tp_group is None else tp_group
     target = target.masked_fill(target < 0, IGNORED)
     if label_smoothing:
         # Megatron shares it out over the other V - 1 columns, PyTorch over all V.

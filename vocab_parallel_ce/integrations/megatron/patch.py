@@ -28,15 +28,14 @@ LOSSES = {
     ),
     f"{LANGUAGE_MODULE}:LanguageModule.compute_language_model_loss": Around(losses.noted),
 }
+LAZY, PREDICTIONS = (Around(make, optional=True) for make in (linear.with_lazy_logits, linear.with_predictions))
 LINEAR = {  # optional: no version has all of them, and MambaModel may inherit its forward
     # The schedule of build_schedule_plan calls _postprocess alone; a subclass may have one of its own, without ours.
-    f"{CORE}.models.gpt.gpt_model:GPTModel.forward": Around(linear.with_lazy_logits, optional=True),
-    f"{CORE}.models.gpt.gpt_model:GPTModel._postprocess": Around(linear.with_lazy_logits, optional=True),
-    f"{CORE}.models.hybrid.hybrid_model:HybridModel.forward": Around(linear.with_lazy_logits, optional=True),
-    f"{CORE}.models.mamba.mamba_model:MambaModel.forward": Around(linear.with_lazy_logits, optional=True),
-    f"{CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts": Around(
-        linear.with_predictions, optional=True
-    ),
+    f"{CORE}.models.gpt.gpt_model:GPTModel.forward": LAZY,
+    f"{CORE}.models.gpt.gpt_model:GPTModel._postprocess": LAZY,
+    f"{CORE}.models.hybrid.hybrid_model:HybridModel.forward": LAZY,
+    f"{CORE}.models.mamba.mamba_model:MambaModel.forward": LAZY,
+    f"{CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts": PREDICTIONS,
 }
 LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
 LEFT_OF_LINEAR = {
@@ -92,7 +91,6 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         (losses.head_options if linear and name in OF_THE_HEAD else losses.options)[name] = value
     if losses.head_options.get("gradient") == "in_backward":  # of logits that name is "overwrite them"
         losses.options["gradient"] = "out_of_place"
-    losses.calls.clear()
     losses.fallbacks.clear()
     return report()
 

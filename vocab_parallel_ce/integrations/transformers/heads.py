@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections import Counter
@@ -20,9 +19,11 @@ from vocab_parallel_ce.checks import HEAD_DTYPES, has_no_values
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.chunks import choose_chunk_tokens
+from vocab_parallel_ce.integrations import logger
 from vocab_parallel_ce.integrations.lazy_head import Head
 from vocab_parallel_ce.integrations.lazy_logits import Recorded, lazy_logits
 from vocab_parallel_ce.integrations.transformers import fsdp
+from vocab_parallel_ce.integrations.transformers.targets import name_of
 from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_parallel_group
 
 _modules = torch.nn.modules.module
@@ -31,7 +32,6 @@ GLOBAL_HOOKS += [_modules._global_backward_hooks, _modules._global_backward_pre_
 LINEAR_FORWARD = nn.Linear.forward
 FEWEST_TOKENS = 2048  # of one of several chunks: less than linear_cross_entropy's, for 0.4 % of a step's time
 NOT_USED = "the head was not called, or no cross_entropy of its logits"
-logger = logging.getLogger("vocab_parallel_ce")
 calls: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # of models, and of classes
 _counting = threading.Lock()
 
@@ -77,7 +77,7 @@ def warn(name: str, event: str) -> None:
 def note_unfused(owner: Any, event: str) -> None:
     """Count a call that no record is made of, and log the first of its kind. ``owner``: a model, or a class."""
     if count(calls.setdefault(owner, Counter()), event):
-        warn(owner.__name__ if isinstance(owner, type) else type(owner).__name__, event)
+        warn(name_of(owner), event)
 
 
 class HeadPlan(NamedTuple):

@@ -104,11 +104,14 @@ ALWAYS: dict[str, Any] = {
     "use_cache": False,
 }
 
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
 # Config's class -> what it needs beyond the names above.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "CohereCompassTextConfig": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
-    },
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _rope(3, 3, 2)}},
     "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "DogeConfig": {"output_router_logits": False},
@@ -131,10 +134,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"head_dim": 32, "n_groups": 2},
     "MiniCPM3Config": {"dim_model_base": 50},
     "NemotronConfig": {"num_key_value_heads": 2},
-    "Qwen2VLTextConfig": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
-    "Qwen2_5_VLTextConfig": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    },
+    "Qwen2VLTextConfig": {"rope_parameters": _rope(2, 3, 3)},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _rope(2, 3, 3)},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
