@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from bench_lib import cases, pages, tables
-from bench_lib.clock import Ranks, joined_ranks
+from bench_lib.clock import DeviceTimer, Ranks, joined_ranks
 from bench_lib.documents import (
     RESULTS,
     ROOT,
@@ -104,7 +104,6 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     page.add_argument("--gpus", type=int, default=1, help="of this host, a rank on each")
     page.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="the folder of the documents")
     page.add_argument("--rounds", type=int, default=10)
-    page.add_argument("--minutes", type=float, default=9, help="end after so many, and name the steps that are left")
     reported = commands.add_parser("report", help="the tables of the pages, from the documents")
     how = reported.add_mutually_exclusive_group(required=True)
     how.add_argument("--write", action="store_true", help="the tables and the picture")
@@ -135,12 +134,14 @@ def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document
     return found
 
 
-def measure_case(options: argparse.Namespace, ranks: Ranks, document: Document, case: cases.Case) -> list[Result]:
+def measure_case(
+    options: argparse.Namespace, ranks: Ranks, timer: DeviceTimer, document: Document, case: cases.Case
+) -> list[Result]:
     known = known_providers(options.command, case, getattr(options, "baseline", None))
     providers = present(known, options.providers or DEFAULT_PROVIDERS.get(options.command), ranks, document)
     if not providers:
         return []
-    subject, timer = subject_of(case, ranks, options.rounds), ranks.timer()
+    subject = subject_of(case, ranks, options.rounds)
     if options.command == "memory":
         fields = subject.fields | {"gradient_bytes": case.gradient_bytes}
         return [fields | {"provider": each.name} | attempt(subject, each, timer) for each in providers]
@@ -161,7 +162,7 @@ def measure_command(options: argparse.Namespace) -> int:
             if document["host"]["baseline_commit"] is None:
                 said = f"expected a checkout with git history, got {baseline}"
                 raise SystemExit(f"--baseline: {said}; name its commit in VPCE_BASELINE_COMMIT")
-        run(document, found, partial(measure_case, options, ranks, document), ranks, options.json)
+        run(document, found, partial(measure_case, options, ranks, ranks.timer(), document), ranks, options.json)
         if not document["results"]:
             raise SystemExit("bench: no provider is here")
         if ranks.is_first and baseline:
@@ -177,41 +178,20 @@ def page_command(options: argparse.Namespace) -> int:
         raise SystemExit(f"page: expected some of {', '.join(steps)}, got {', '.join(sorted(unknown))}")
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
     launcher = [sys.executable, *(ranks if options.gpus > 1 else ())]
-    commit, ends, left = host_description()["commit"], time.monotonic() + 60 * options.minutes, []
-    scripts = Path(__file__).parent
+    commit, scripts, left = host_description()["commit"], Path(__file__).parent, []
     environment = os.environ | {"VPCE_COMMIT": commit or "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     with tempfile.TemporaryDirectory() as folder:
         for step in options.steps or steps:
-            began, name = time.monotonic(), f"{name_of(step, options.gpus)}.json"
-            path = Path(folder) / name
-            words = [*launcher, str(scripts / steps[step][0]), *steps[step][1:], "--rounds", str(options.rounds)]
-            said = ended([*words, "--json", str(path)], environment, ends - began)
-            if said is None and step == "rl" and read_document(path)["absent"]:
-                said = "not every framework is installed"
-            if said is None:
+            path = Path(folder) / f"{name_of(step, options.gpus)}.json"
+            words = [str(scripts / steps[step][0]), *steps[step][1:], "--rounds", str(options.rounds)]
+            has_ended = subprocess.run([*launcher, *words, "--json", str(path)], env=environment).returncode == 0
+            if has_ended and (step != "rl" or not read_document(path)["absent"]):  # which needs every framework
                 options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+                shutil.copy(path, options.out)
             else:
                 left.append(step)
-                print(said)
-            print(
-                f"{step}: {'' if said is None else 'not '}finished after {time.monotonic() - began:.0f} s", flush=True
-            )
     print(f"left: {' '.join(left) or 'nothing'}")
     return 1 if left else 0
-
-
-def ended(words: list[str], environment: dict[str, str], seconds: float) -> str | None:
-    """Run a command, which writes where this one does. Return why it did not end well, otherwise None."""
-    if seconds <= 0:
-        return "no time is left"
-    with subprocess.Popen(words, env=environment) as process:
-        try:
-            code = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks, which a kill would leave on the GPUs
-            return "it took too long"
-    return None if code == 0 else f"exit status {code}"
 
 
 def report_command(options: argparse.Namespace) -> int:

@@ -124,12 +124,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--ignored", action="store_true", help="cases in which a share of the labels is ignored")
     parser.add_argument("--providers", metavar="NAMES", help=f"of {', '.join(PROVIDERS)}")
-    parser.add_argument("--case", type=int, action="append", help="only these, by number; otherwise those that fit")
     words = parser.parse_args()
-    known, gpu = IGNORED_CASES if words.ignored else CASES, torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if gpu else float("inf")
-    cases = [case for case in known if case.gib * 2**30 <= memory]
-    cases = cases if words.case is None else [known[number] for number in words.case]
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else float("inf")
+    cases = [case for case in (IGNORED_CASES if words.ignored else CASES) if case.gib * 2**30 <= memory]
     default = tuple(PROVIDERS) if words.ignored else DEFAULT_PROVIDERS
     names = list(default) if words.providers is None else words.providers.split(",")
     with joined_ranks() as ranks:

@@ -22,10 +22,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ try:
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
+    from bench_lib.clock import Ranks, joined_ranks
     from lm.data import IGNORE_INDEX, TokenIds, load_token_ids
     from lm.model import LanguageModel, Settings
     from lm.training import Run, equal_on_all_ranks, train
@@ -60,44 +58,11 @@ DEFAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this process runs, as `torchrun` told it; the backend is None for a plain `python`."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    device: torch.device
-    backend: str | None
-
-    def __str__(self) -> str:
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return f"{ranks}, {self.backend or 'no process group'}, {self.device_name}"
-
-    @property
-    def device_name(self) -> str:
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return f"{platform.machine()} CPU, {cpu_cores()} cores"
-
-
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="under a minute on 2 CPU cores")
     parser.add_argument("--loss", choices=tuple(LOSSES), default="logits", help="of the sharded run")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--steps", type=positive_int)
-    parser.add_argument("--batch-size", type=positive_int, help="sequences a step")
-    parser.add_argument("--sequence-length", type=positive_int, help="tokens a sequence")
-    parser.add_argument("--learning-rate", type=float, help="highest rate of the schedule")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-difference", type=float, default=2e-3, help="of the losses, in nats")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "out")
@@ -105,54 +70,36 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def find_place(requested: str) -> Place:
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    rank, local_rank, world_size, local_world_size = (int(os.environ.get(*pair)) for pair in names.items())
-    gpus = torch.cuda.device_count()
-    if requested == "cuda" and gpus < local_world_size:
-        raise ValueError(f"--device cuda: expected {local_world_size} GPUs, one a rank, got {gpus}")
-    on_gpu = requested != "cpu" and gpus >= local_world_size
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    backend = ("nccl" if on_gpu else "gloo") if "LOCAL_RANK" in os.environ else None
-    return Place(rank, local_rank, world_size, local_world_size, device, backend)
-
-
 def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def process_group(place: Place) -> Iterator[dist.ProcessGroup | None]:
-    if place.backend is None:
-        yield None
-        return
-    # A rank that fails leaves the others waiting for no longer than this.
-    timeout = timedelta(minutes=5)
-    device_id = place.device if place.device.type == "cuda" else None
-    dist.init_process_group(place.backend, timeout=timeout, device_id=device_id)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+def device_name(ranks: Ranks) -> str:
+    if ranks.device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {cpu_cores()} cores"
 
 
-def load_on_all_ranks(
-    arguments: argparse.Namespace, settings: Settings, place: Place, group: dist.ProcessGroup | None
-) -> TokenIds:
+def place_of(ranks: Ranks) -> str:
+    """Where the ranks run, in words."""
+    many = "1 rank" if ranks.size == 1 else f"{ranks.size} ranks"
+    return f"{many}, {backend() or 'no process group'}, {device_name(ranks)}"
+
+
+def backend() -> str | None:
+    return dist.get_backend() if dist.is_initialized() else None
+
+
+def load_on_all_ranks(arguments: argparse.Namespace, ranks: Ranks) -> TokenIds:
     """The first rank of each host builds the cache entry if there is none; the others wait."""
-    builds = place.local_rank == 0
-    if group is not None and not builds:
-        dist.barrier(group)
+    builds = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if ranks.group is not None and not builds:
+        dist.barrier(ranks.group)
     max_characters = SMOKE_CORPUS_CHARACTERS if arguments.smoke else None
-    show_progress = place.rank == 0
-    ids = load_token_ids(arguments.cache_dir, VOCAB_SIZE, max_characters, show_progress)
-    if group is not None and builds:
-        dist.barrier(group)
-    length = settings.sequence_length
-    if min(len(ids.train), len(ids.held_out)) <= length:
-        tokens = f"the {len(ids.train)} training and {len(ids.held_out)} held-out tokens"
-        raise ValueError(f"--sequence-length: expected less than {tokens}, got {length}")
-    return TokenIds(*(part.to(place.device) for part in ids))
+    ids = load_token_ids(arguments.cache_dir, VOCAB_SIZE, max_characters, show_progress=ranks.is_first)
+    if ranks.group is not None and builds:
+        dist.barrier(ranks.group)
+    return TokenIds(*(part.to(ranks.device) for part in ids))
 
 
 def draw(arguments: argparse.Namespace, runs: dict[str, Run], title: str, unit: str, path: Path) -> None:
@@ -197,7 +144,12 @@ def failures_of(runs: dict[str, Run], largest: float, max_difference: float, equ
 
 
 def report(
-    arguments: argparse.Namespace, settings: Settings, place: Place, runs: dict[str, Run], equal: bool, seconds: float
+    arguments: argparse.Namespace,
+    settings: Settings,
+    place: str,
+    host: dict[str, Any],
+    runs: dict[str, Run],
+    equal: bool,
 ) -> int:
     """Print and write what was found; returns the exit status."""
     sharded, differences = runs["sharded"], differences_of(runs)
@@ -205,7 +157,10 @@ def report(
     at_step = differences.index(largest) + 1
     picture = arguments.out / "train_lm.png"
     what = f"Decoder-only language model, {parameters / 1e6:.1f} M parameters, fp32"
-    title, unit = f"{what}\nvocabulary {VOCAB_SIZE} over {place}", f"{settings.tokens_per_step:,} tokens each"
+    title, unit = (
+        f"{what}\nvocabulary {VOCAB_SIZE} over {place}",
+        f"{settings.tokens_per_step:,} tokens each",
+    )
     draw(arguments, runs, title, unit, picture)
     failures = failures_of(runs, largest, arguments.max_difference, equal)
     summary = {
@@ -215,13 +170,10 @@ def report(
         "largest_loss_difference": largest,
         "largest_loss_difference_step": at_step,
         "max_difference": arguments.max_difference,
-        "world_size": place.world_size,
-        "backend": place.backend,
-        "device": place.device_name,
+        **host,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version(),
-        "impl": select(place.device.type)[0],
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
         "parameters": parameters,
@@ -234,7 +186,6 @@ def report(
         "held_out_loss": {name: run.held_out_loss for name, run in runs.items()},
         "tokens_per_second": {name: round(run.tokens_per_second) for name, run in runs.items()},
         "loss_equal_on_all_ranks": equal,
-        "seconds": round(seconds, 1),
         "png": os.path.relpath(picture),
     }
     summary_and_curves = {**summary, "losses": {name: run.losses for name, run in runs.items()}}
@@ -248,28 +199,21 @@ def report(
 
 
 def main() -> int:
-    arguments = parse_arguments()
-    begun = time.perf_counter()
-    place = find_place(arguments.device)
+    arguments, begun = parse_arguments(), time.perf_counter()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    options = ("steps", "batch_size", "sequence_length", "learning_rate")
-    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
-    settings = replace(SMOKE if arguments.smoke else DEFAULTS[place.device.type], **given)
     torch.set_float32_matmul_precision("highest")
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        # Its backward adds in no fixed order; replicated layers must keep the same bits on all ranks.
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-
-    torch.set_num_threads(max(1, cpu_cores() // place.local_world_size))
-    show = place.rank == 0
-    if show:
-        print(f"train_lm: {place}", flush=True)
-    with process_group(place) as group:
-        ids = load_on_all_ranks(arguments, settings, place, group)
+    # Its backward adds in no fixed order; replicated layers must keep the same bits on all ranks.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    with joined_ranks() as ranks:
+        settings, place = SMOKE if arguments.smoke else DEFAULTS[ranks.device], place_of(ranks)
+        settings = replace(settings, steps=settings.steps if arguments.steps is None else arguments.steps)
+        if ranks.is_first:
+            print(f"train_lm: {place}", flush=True)
+        ids = load_on_all_ranks(arguments, ranks)
 
         def sharded_loss(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
-            options: dict[str, Any] = {"group": group, "ignore_index": IGNORE_INDEX, "vocab_size": VOCAB_SIZE}
+            options: dict[str, Any] = {"group": ranks.group, "ignore_index": IGNORE_INDEX, "vocab_size": VOCAB_SIZE}
             if arguments.loss == "linear":
                 head = model.vocabulary.weight
                 loss: Tensor = linear_cross_entropy(model.hidden(ids), head, labels, **options)
@@ -277,18 +221,18 @@ def main() -> int:
                 loss = vocab_parallel_cross_entropy(model(ids), labels, **options)
             return loss
 
-        sharded = train("sharded", settings, arguments.seed, ids, sharded_loss, group, show)
-        equal = equal_on_all_ranks(sharded, place.device, group)
-    if place.rank != 0:
+        sharded = train("sharded", settings, arguments.seed, ids, sharded_loss, ranks.group, ranks.is_first)
+        equal = equal_on_all_ranks(sharded, torch.device(ranks.device), ranks.group)
+        host: dict[str, Any] = {"world_size": ranks.size, "backend": backend(), "device": device_name(ranks)}
+    if not ranks.is_first:
         return 0
 
     def unsharded_loss(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
-    unsharded = train("unsharded", settings, arguments.seed, ids, unsharded_loss, None, show)
-    seconds = time.perf_counter() - begun
-    runs = {"sharded": sharded, "unsharded": unsharded}
-    return report(arguments, settings, place, runs, equal, seconds)
+    unsharded = train("unsharded", settings, arguments.seed, ids, unsharded_loss, None, show_progress=True)
+    host |= {"impl": select(ranks.device)[0], "seconds": round(time.perf_counter() - begun, 1)}
+    return report(arguments, settings, place, host, {"sharded": sharded, "unsharded": unsharded}, equal)
 
 
 if __name__ == "__main__":

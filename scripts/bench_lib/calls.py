@@ -1,7 +1,7 @@
 """The calls of this project that are measured, at this commit or at another, and what is right in fp64 by PyTorch.
 
-Only this file knows the names of this project's functions. ``TAKES`` has what each loss takes after the tensors that
-get a gradient, which are ``(logits,)`` or ``(hidden, weight)``.
+Only this file knows the names of this project's functions. The tensors that get a gradient are ``(logits,)`` or
+``(hidden, weight)``.
 """
 
 from __future__ import annotations
@@ -27,20 +27,12 @@ MOST_WEIGHT = 1.2  # of an objective's importance weights
 CHECKED_ROWS = 64
 SUMS = 64 * 2.0**-23  # the error of sums in fp32
 CHUNK_ELEMENTS = 2**27  # logits in fp64 that exist at a time: 1 GiB
-Given = Callable[[str], Any]  # what a loss takes, by name, in fp64, of all ranks
 Tensors = tuple[Tensor, ...]
-TAKES = {
-    "cross_entropy": ("labels",),
-    "log_probs": ("labels",),
-    "distillation": ("teacher",),
-    "given_ids": ("ids", "log_probs"),
-    "sampled": ("labels",),
-    "objective": ("labels", "advantage", "old"),
-}
+Take = Callable[[str], Any]  # what a loss takes, by name
 
 
 class Row(NamedTuple):
-    """A call: its loss, its options, and the tensors that it takes by name, as the oracle knows them too.
+    """A call: its loss, its options, and the tensors that it takes by name, as :func:`outputs_fp64` does.
 
     ``is_unfused``: a head's logits are made first. On several ranks, a row of ``sequence_parallel`` gets its part of
     the hidden states.
@@ -63,43 +55,44 @@ class Row(NamedTuple):
         return str(self.options.get("reduction", default))
 
 
-class Names:
-    """The calls of a package, by the names in ``TAKES``."""
+def cross_entropy(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
+    of = package.linear_cross_entropy if len(tensors) == 2 else package.vocab_parallel_cross_entropy
+    return of(*tensors, take("labels"), **options)
 
-    def __init__(self, package: Any) -> None:
-        self.package = package
 
-    def cross_entropy(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
-        of = self.package.linear_cross_entropy if len(tensors) == 2 else self.package.vocab_parallel_cross_entropy
-        return of(*tensors, labels, **options)
+def log_probs(package: Any, tensors: Tensors, take: Take, ids: str = "labels", **options: Any) -> Any:
+    of = package.linear_token_log_probs if len(tensors) == 2 else package.token_log_probs
+    return of(*tensors, take(ids), **options)
 
-    def log_probs(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
-        of = self.package.linear_token_log_probs if len(tensors) == 2 else self.package.token_log_probs
-        return of(*tensors, labels, **options)
 
-    def distillation(self, tensors: Tensors, teacher: Any, **options: Any) -> Any:
-        if len(tensors) == 2:
-            heads = self.package.Head(*tensors), self.package.Head(*teacher)
-            return self.package.linear_distillation_loss(*heads, **options)
-        return self.package.distillation_loss(*tensors, teacher, **options)
+def given_ids(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
+    return (log_probs(package, tensors, take, "ids", **options) * take("log_probs")).sum(-1)
 
-    def objective(self, tensors: Tensors, labels: Tensor, advantage: Tensor, old: Tensor, **options: Any) -> Tensor:
-        """:func:`cispo` inside the head, or of log-probabilities that come first."""
-        outputs = ("entropy",) if options.get("has_entropy", True) else ()
-        tokens, asked = {"advantage": advantage, "old": old}, {"outputs": outputs, "group": options["group"]}
-        if options.get("in_two_steps"):
-            found = self.log_probs(tensors, labels, **asked)
-            return cispo(found.log_probs, entropy=found.entropy, **tokens).mean()
-        loss: Tensor = self.package.linear_objective(*tensors, labels, cispo, tokens=tokens, **asked)[0]
-        return loss
 
-    def given_ids(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
-        return (self.log_probs(tensors, ids, **options) * log_probs).sum(-1)
+def sampled(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
+    """The entropies alone: most labels are none that a sampler takes."""
+    threshold = package.sampling_threshold(*tensors, top_k=TOP, top_p=TOP_P, group=options.get("group"))
+    return log_probs(package, tensors, take, threshold=threshold, outputs=("entropy",), **options).entropy
 
-    def sampled(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
-        """The entropies alone: most labels are none that a sampler takes."""
-        threshold = self.package.sampling_threshold(*tensors, top_k=TOP, top_p=TOP_P, group=options.get("group"))
-        return self.log_probs(tensors, labels, threshold=threshold, outputs=("entropy",), **options).entropy
+
+def distillation(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
+    if len(tensors) == 2:
+        heads = package.Head(*tensors), package.Head(*take("teacher"))
+        return package.linear_distillation_loss(*heads, **options)
+    return package.distillation_loss(*tensors, take("teacher"), **options)
+
+
+def objective(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
+    """:func:`cispo` inside the head, or of log-probabilities that come first."""
+    outputs = ("entropy",) if options.get("has_entropy", True) else ()
+    tokens, asked = {name: take(name) for name in ("advantage", "old")}, {"outputs": outputs, "group": options["group"]}
+    if options.get("in_two_steps"):
+        found = log_probs(package, tensors, take, **asked)
+        return cispo(found.log_probs, entropy=found.entropy, **tokens).mean()
+    return package.linear_objective(*tensors, take("labels"), cispo, tokens=tokens, **asked)[0]
+
+
+LOSSES = {each.__name__: each for each in (cross_entropy, log_probs, given_ids, sampled, distillation, objective)}
 
 
 def cispo(log_probs: Tensor, advantage: Tensor, old: Tensor, entropy: Tensor | None = None) -> Tensor:
@@ -112,18 +105,15 @@ def cispo(log_probs: Tensor, advantage: Tensor, old: Tensor, entropy: Tensor | N
 def called(row: Row, package: Any, inputs: Inputs, group: Any) -> Tensors:
     """What the row's function of a package returns that has a gradient."""
 
-    def tensor(name: str) -> Any:
-        return inputs.labels if name == "labels" else inputs.alongside(name)
+    def take(name: str) -> Any:
+        value = inputs.labels if name == "labels" else inputs.alongside(name)
+        return functional.linear(*value) if row.is_unfused and isinstance(value, tuple) else value
 
-    tensors, values = inputs.tensors, [tensor(name) for name in TAKES[row.loss]]
-    if row.is_unfused:
-        tensors = (functional.linear(*tensors),)
-        values = [functional.linear(*value) if isinstance(value, tuple) else value for value in values]
-    elif row.options.get("sequence_parallel"):
-        own = tensors[0].chunk(dist.get_world_size(group))[dist.get_rank(group)]
-        tensors = (own, *tensors[1:])
-    given = {name: tensor(name) for name in row.given}
-    returned = getattr(Names(package), row.loss)(tensors, *values, **given, **row.options, group=group)
+    tensors = (functional.linear(*inputs.tensors),) if row.is_unfused else inputs.tensors
+    if row.options.get("sequence_parallel"):
+        tensors = (tensors[0].chunk(dist.get_world_size(group))[dist.get_rank(group)], *tensors[1:])
+    given = {name: take(name) for name in row.given}
+    returned = LOSSES[row.loss](package, tensors, take, **given, **row.options, group=group)
     return tuple(out for out in tree_leaves(returned) if isinstance(out, Tensor) and out.requires_grad)
 
 
@@ -224,7 +214,7 @@ def of_all_ranks(shard: Tensor, dim: int, group: Any) -> Tensor:
     return torch.cat(parts, dim=dim)
 
 
-def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
+def outputs_fp64(row: Row, logits: Tensor, given: Take) -> list[Tensor]:
     """The outputs of each token, by PyTorch's own functions; a mean's divisor is left to the caller."""
     options = row.options
     z = logits * options.get("logit_scale", 1.0)
@@ -285,72 +275,53 @@ def _divergence(name: str, teacher: Tensor, student: Tensor) -> Tensor:
     return kl(log_t, log_s) if name == "forward" else kl(log_s, log_t)
 
 
-class Truth:
-    """Losses and gradients of one rank's inputs; what each token takes is read in chunks of tokens."""
+def expected(row: Row, inputs: Inputs, group: Any, n_tokens: int) -> list[Tensor]:
+    """The outputs of a row for the first tokens, then the gradients of their sums, this rank's; tokens in chunks.
 
-    def __init__(self, inputs: Inputs, group: Any, n_tokens: int) -> None:
-        *of_tokens, shard = (tensor.detach() for tensor in inputs.tensors)
-        self.is_head, self.group, self.n_tokens = bool(of_tokens), group, n_tokens
-        self.inputs, self.labels, self.n_columns = inputs, inputs.labels[:n_tokens], shard.shape[0 if of_tokens else 1]
-        self.n_ranks = 1 if group is None else dist.get_world_size(group)
-        self.hidden = of_tokens[0][:n_tokens] if of_tokens else None
-        self.whole = of_all_ranks(shard, 0, group) if of_tokens else of_all_ranks(shard[:n_tokens], 1, group)
+    Collectives: all_gathers.
+    """
+    *of_tokens, shard = (tensor.detach() for tensor in inputs.tensors)
+    labels, is_head = inputs.labels[:n_tokens], bool(of_tokens)
+    whole = of_all_ranks(shard, 0, group) if is_head else of_all_ranks(shard[:n_tokens], 1, group)
+    weight: Any = whole.double().requires_grad_() if is_head else None
+    divisor = _divisor(row, labels, partial(_given, inputs, group, slice(None)))
+    outputs: list[list[Tensor]] = []
+    gradients: list[Any] = []
+    chunk = max(1, CHUNK_ELEMENTS // whole.shape[0 if is_head else 1])
+    for start in range(0, n_tokens, chunk):
+        rows = slice(start, min(start + chunk, n_tokens))
+        leaf = (of_tokens[0] if is_head else whole)[rows].double().requires_grad_()
+        found = outputs_fp64(row, leaf if weight is None else leaf @ weight.T, partial(_given, inputs, group, rows))
+        upstream = 1.0 if inputs.upstreams is None else inputs.upstreams[torch.float32][rows].double()
+        (sum((output * upstream).sum() for output in found) / divisor).backward()
+        outputs.append([output.detach() for output in found])
+        gradients.append(leaf.grad)
+    together = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    if row.reduction != "none":
+        together = [output.sum() / divisor for output in together]
+    d_tokens, n_columns = torch.cat(gradients), shard.shape[0 if is_head else 1]
+    first = n_columns * (0 if group is None else dist.get_rank(group))
+    columns = slice(first, first + n_columns)
+    return [*together, d_tokens[:, columns]] if weight is None else [*together, d_tokens, weight.grad[columns]]
 
-    def expected(self, row: Row) -> list[Tensor]:
-        """The outputs of a row, then the gradients of their sums. Collectives: all_gathers."""
-        of_columns = [name for name in row.given if name in OF_COLUMNS]
-        vectors = {name: of_all_ranks(self.inputs.alongside(name), 0, self.group).double() for name in of_columns}
-        divisor = self._divisor(row, vectors)
-        leaf = self.whole.double().requires_grad_() if self.is_head else None
-        outputs, of_tokens, d_weight = [], [], None if leaf is None else torch.zeros_like(leaf)
-        chunk = max(1, CHUNK_ELEMENTS // (self.n_columns * self.n_ranks))
-        for start in range(0, self.n_tokens, chunk):
-            rows = slice(start, min(start + chunk, self.n_tokens))
-            own = (self.whole if self.hidden is None else self.hidden)[rows].double().requires_grad_()
-            logits = own if leaf is None else own @ leaf.T
-            found = outputs_fp64(row, logits, partial(self._given, rows, vectors))
-            total = torch.stack([self._weighted(output, rows) for output in found]).sum() / divisor
-            grads = torch.autograd.grad(total, (own,) if leaf is None else (own, leaf))
-            outputs.append([output.detach() for output in found])
-            of_tokens.append(grads[0])
-            if d_weight is not None:
-                d_weight += grads[1]
-        together = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-        if row.reduction != "none":
-            together = [output.sum() / divisor for output in together]
-        first = self.n_columns * (0 if self.group is None else dist.get_rank(self.group))
-        d_tokens, own_columns = torch.cat(of_tokens), slice(first, first + self.n_columns)
-        if d_weight is None:
-            return [*together, d_tokens[:, own_columns]]
-        return [*together, d_tokens, d_weight[own_columns].clone()]
 
-    def _divisor(self, row: Row, vectors: dict[str, Tensor]) -> Any:
-        if row.reduction != "mean":
-            return row.options.get("num_items", 1)
-        if row.loss != "cross_entropy":
-            return self.n_tokens
-        counted = self.labels[self.labels != IGNORE_INDEX]
-        return vectors["class_weight"][counted].sum() if vectors else len(counted)
+def _divisor(row: Row, labels: Tensor, given: Take) -> Any:
+    if row.reduction != "mean":
+        return row.options.get("num_items", 1)
+    counted = labels[labels != IGNORE_INDEX] if row.loss == "cross_entropy" else labels
+    return given("class_weight")[counted].sum() if "class_weight" in row.given else len(counted)
 
-    def _weighted(self, output: Tensor, rows: slice) -> Tensor:
-        """The sum, by the gradient that the loss is given."""
-        if self.inputs.upstreams is None:
-            return output.sum()
-        return (output * self.inputs.upstreams[torch.float32][rows].double()).sum()
 
-    def _given(self, rows: slice, vectors: dict[str, Tensor], name: str) -> Any:
-        if name in vectors:
-            return vectors[name]
-        if name == "labels":
-            return self.labels[rows]
-        value = self.inputs.alongside(name)
-        if isinstance(value, tuple):
-            hidden, weight = value
-            return hidden[rows].double() @ of_all_ranks(weight, 0, self.group).double().T
-        if name == "ids":
-            return value[rows]
-        whole = of_all_ranks(value[rows], 1, self.group) if name == "teacher" else value[rows]
-        return whole.double()
+def _given(inputs: Inputs, group: Any, rows: slice, name: str) -> Any:
+    """What a loss takes of these tokens, of all ranks: ids as they are, numbers in fp64."""
+    value = inputs.labels if name == "labels" else inputs.alongside(name)
+    if isinstance(value, tuple):
+        hidden, weight = value
+        return hidden[rows].double() @ of_all_ranks(weight, 0, group).double().T
+    if name in OF_COLUMNS:
+        return of_all_ranks(value, 0, group).double()
+    found = of_all_ranks(value[rows], 1, group) if name == "teacher" else value[rows]
+    return found.double() if found.is_floating_point() else found
 
 
 @torch.no_grad()

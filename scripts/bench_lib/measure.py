@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench_lib.calls import CHECKED_ROWS, SUMS, Row, Truth, errors_of, require
+from bench_lib.calls import CHECKED_ROWS, SUMS, Row, errors_of, expected, require
 from bench_lib.cases import OF_COLUMNS, REDUCTIONS, Case, Effort, Inputs, as_produced, inputs_of
 from bench_lib.clock import DeviceTimer, Ranks, Run, nothing
 from bench_lib.documents import Result
@@ -40,7 +40,6 @@ class LossSubject:
         self.fields = case._asdict() if case.label is None else {"case": case.label}
         self.name, self.case, self.ranks, self.effort = str(case), case, ranks, effort
         self.inputs = inputs_of(case, ranks.rank, ranks.device)
-        self._truth: Truth | None = None
         self._right: dict[str, list[Tensor]] = {}  # by what is asked of the loss
 
     def call(self, provider: Provider, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -63,8 +62,7 @@ class LossSubject:
         row = provider.returns or Row("cross_entropy", {"reduction": self.case.kind})
         inputs, n_tokens = self.checked()
         if repr(row) not in self._right:
-            self._truth = self._truth or Truth(self.inputs, self.ranks.group, n_tokens)
-            self._right[repr(row)] = self._truth.expected(row)
+            self._right[repr(row)] = expected(row, self.inputs, self.ranks.group, n_tokens)
         actual, right = self.call(provider, inputs), self._right[repr(row)]
         gradients = self.gradients if provider.is_whole else ()
         kept = len(right) - len(self.gradients) + len(gradients)
@@ -131,8 +129,7 @@ class HeadSubject(LossSubject):
 
     @torch.no_grad()
     def yardstick(self) -> Call:
-        self._truth = None  # every check is done
-        self._right.clear()
+        self._right.clear()  # every check is done
         hidden, weight = (tensor.detach() for tensor in self.inputs.tensors)
         logits = hidden @ weight.T
         d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)

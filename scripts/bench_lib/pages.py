@@ -17,20 +17,11 @@ from typing import Any
 
 from bench_lib import tables
 from bench_lib.cases import OURS, Case
-from bench_lib.documents import ROOT, Document, is_ours, is_timed, name_of, read_documents, results_by_case
+from bench_lib.documents import Document, is_ours, is_timed, name_of, read_documents, results_by_case
 from bench_lib.tables import cost, number, shown, table
 from vocab_parallel_ce.versions import TESTED
 
-COMPILED = ROOT / "tests" / "test_compile_only.py"
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
-ARCHITECTURES = {
-    "sm_80": "NVIDIA A100",
-    "sm_90": "NVIDIA H100, H200",
-    "sm_100": "NVIDIA B200",
-    "sm_120": "NVIDIA RTX 50",
-    "gfx942": "AMD MI300X, MI325X",
-    "gfx950": "AMD MI350X, MI355X",
-}
 # What makes the block of a document, by the beginning of its name; otherwise it is tables.steps_part.
 BLOCKS: dict[str, Callable[..., str]] = {
     "bench_table": tables.logits_part,
@@ -42,28 +33,10 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "objective": tables.objective_part,
 }
 ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("readme.json").read_text("utf-8"))
-FEWEST_ROUNDS = 10
 PICTURE = "bench_speed.png"
 CASES = [Case("mean", 4096, 128256, 1), Case("none", 4096, 128256, 1), Case("none", 16384, 128256, 2)]
 LONGEST_BAR = 6.5
 LIMITS = {"mean": 1.0, "none": 1.5}  # one read and one write; two reads and one write
-
-
-def used_by_readme(documents: Mapping[str, Document]) -> dict[str, Document]:
-    """The documents of README's rows.
-
-    Raises:
-        ValueError: those of one GPU are of several commits, or one is of fewer rounds than ``FEWEST_ROUNDS``. Those of
-            several GPUs are of other machines.
-    """
-    used = {row["document"]: documents[row["document"]] for row in ROWS}
-    commits = {name: each["host"]["commit"][:12] for name, each in used.items() if each["host"]["gpus_used"] == 1}
-    if len(set(commits.values())) > 1:
-        raise ValueError(f"README: expected documents of one commit, got {commits}; measure them again together")
-    few = {name: each["rounds"] for name, each in used.items() if each["rounds"] < FEWEST_ROUNDS}
-    if few:
-        raise ValueError(f"README: expected {FEWEST_ROUNDS} rounds or more, got {few}; measure them again")
-    return used
 
 
 def place_of(document: Document) -> str:
@@ -78,7 +51,7 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
     Raises:
         ValueError: a row of ratios leaves out the fastest of the others.
     """
-    rows, used = [], used_by_readme(documents)
+    rows, used = [], {row["document"]: documents[row["document"]] for row in ROWS}
     for row in ROWS:
         results = {str(case): found for case, found in results_by_case(used[row["document"]]).items()}[row["case"]]
         others = {n: each["ratio"] for n, each in results.items() if is_timed(each) and not n.startswith(OURS)}
@@ -127,25 +100,12 @@ def lanes_block(documents: Mapping[str, dict[str, Any]]) -> str:
     return table(["GPUs", "torch", "Triton", "Python", "lane", "tests", "commit", "document", "frameworks there"], rows)
 
 
-def architectures_block(compiled: str, documents: Mapping[str, dict[str, Any]]) -> str:
-    """For each target of the compiling tests: its GPUs, and whether a lane ran on one of them."""
-    named = {f"sm_{cuda}" if cuda else hip for cuda, hip in re.findall(r'"(?:cuda:(\d+)|hip:(gfx\w+))"', compiled)}
-    if unknown := named - ARCHITECTURES.keys():
-        raise ValueError(f"ARCHITECTURES: expected {', '.join(sorted(unknown))} too, got no such entry; add its GPUs")
-    models, rows = sorted({document["gpu_model"].split()[1] for document in documents.values()}), []
-    for target in [name for name in ARCHITECTURES if name in named]:
-        ran = [model for model in models if model in ARCHITECTURES[target]]
-        rows.append([target, ARCHITECTURES[target], "yes", f"yes: {', '.join(ran)}" if ran else "never"])
-    return table(["target", "GPUs", "every kernel compiles, in the tests", "tests ran there"], rows)
-
-
 def blocks(documents: dict[str, Document], lanes: dict[str, dict[str, Any]]) -> dict[str, Callable[[], str]]:
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
         "numbers": partial(numbers_block, documents),
         "pairs": pairs_block,
         "lanes": partial(lanes_block, lanes),
-        "architectures": lambda: architectures_block(COMPILED.read_text(encoding="utf-8"), lanes),
     }
     for name, document in documents.items():
         part = next((part for beginning, part in BLOCKS.items() if name.startswith(beginning)), tables.steps_part)

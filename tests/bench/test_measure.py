@@ -171,7 +171,7 @@ def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
     loss = functional.cross_entropy(hidden @ weight.T, inputs.labels, reduction="none")
     grads = torch.autograd.grad(loss, (hidden, weight), inputs.upstreams[torch.float32].double())
     monkeypatch.setattr(calls, "CHUNK_ELEMENTS", 64 * 10)
-    right = calls.Truth(inputs, None, case.tokens).expected(Row("cross_entropy", {"reduction": "none"}))
+    right = calls.expected(Row("cross_entropy", {"reduction": "none"}), inputs, None, case.tokens)
     assert max(calls.errors_of((loss, *grads), right, ("d_hidden", "d_weight")).values()) < 1e-13
     with pytest.raises(AssertionError, match="loss: relative error nan, at most 0.1"):
         calls.require({"loss": float("nan")}, (0.1,))

@@ -86,13 +86,8 @@ def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path
         documents.results_by_case(document(result(OURS, 1.5), result(OURS, 1.6)))
 
 
-def test_documents_of_several_commits_or_few_rounds_are_refused_and_readme_names_the_fastest():
-    changed = {name: json.loads(json.dumps(each)) for name, each in COMMITTED.items()}
-    host = changed["objective_1gpu"]["host"] | {"commit": "fedcba987654321"}
-    with pytest.raises(ValueError, match="README: expected documents of one commit, got .*'fedcba987654'"):
-        pages.numbers_block(changed | {"objective_1gpu": changed["objective_1gpu"] | {"host": host}})
-    with pytest.raises(ValueError, match="README: expected 10 rounds or more, got {'objective_1gpu': 3}"):
-        pages.numbers_block(changed | {"objective_1gpu": changed["objective_1gpu"] | {"rounds": 3}})
+def test_readme_names_the_fastest():
+    changed = json.loads(json.dumps(COMMITTED))
     for each in changed["bench_table_2gpu"]["results"]:
         if each["provider"] == "liger-kernel" and "ratio" in each:
             each["ratio"] = 1.0
