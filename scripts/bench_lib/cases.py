@@ -13,7 +13,6 @@ from torch import Tensor
 OURS = "vocab_parallel_ce"
 BASELINE = ", baseline"  # ends the name of a row of another commit
 IN_FORWARD = f"{OURS}[in_forward]"
-BY_NAME = {f"{OURS}[in_forward: {impl}]": impl for impl in ("triton", "one_pass")}  # what IN_FORWARD chooses from
 UNFUSED, UNFUSED_IN_FORWARD = f"F.linear + {OURS}", f"F.linear + {IN_FORWARD}"
 # PyTorch's rows say of which logits they are.
 EAGER, COMPILED, SHARDED = (f"{n} (logits.float())" for n in ("torch eager", "torch.compile", "loss_parallel"))

@@ -285,19 +285,16 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
                     found |= step(provider)
             except torch.OutOfMemoryError as error:
                 reason, cause = "out of memory", error
-            except AssertionError as error:
-                reason, cause = f"wrong: {first_line(error)}", error
             except Exception as error:
-                reason, cause = f"{type(error).__name__}: {first_line(error)}", error
+                kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+                reason, cause = f"{kind}: {first_line(error)}", error
         timer.release()
         tried = subject.ranks.gathered((reason, found))
         reason = next((why for why, _ in tried if why is not None), None)
     if reason is None:
         memory = [fields["peak_bytes"] for _, fields in tried]
         return found | {"peak_bytes": None if None in memory else max(memory)}
-    # A named implementation may say that it cannot do a case. Nothing else of this project may fail.
-    can_refuse = limit is not None or (not provider.is_default and reason.startswith("ValueError"))
-    if provider.is_ours and not can_refuse:
+    if provider.is_ours and limit is None:
         raise RuntimeError(f"{subject.name}: {provider.name}: {reason}") from cause
     return {"refused": reason}
 

@@ -7,7 +7,6 @@ package, and what is ``given`` with it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from bench_lib import tables
 from bench_lib.cases import OURS, Case
 from bench_lib.documents import Document, is_ours, is_timed, name_of, read_documents, results_by_case
-from bench_lib.tables import cost, number, shown, table
+from bench_lib.tables import cost, shown, table
 from vocab_parallel_ce.versions import TESTED
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
@@ -137,40 +136,24 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
     return found
 
 
-def panels_of(documents: dict[str, Document]) -> dict[str, Any]:
-    """What the picture shows: in each of some cases the time over that of a copy, by provider."""
-    panels = {}
-    for case in CASES:
-        results = results_by_case(documents[name_of("table", case.ranks)])[case]
-        ratios = {name: number(results[name], "ratio") for name in tables.providers_of({case: results})}
-        bars = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-        panels[f"{case}, {tables.gpus(case.ranks)}"] = {"floor": LIMITS[case.kind], "bars": bars}
-    return panels
-
-
-def digest(panels: dict[str, Any]) -> str:
-    """The picture carries it, so that a check needs no drawing."""
-    return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
-
-
-def is_stale(picture: Path, documents: dict[str, Document]) -> bool:
-    return not picture.exists() or digest(panels_of(documents)).encode() not in picture.read_bytes()
-
-
-def draw(picture: Path, documents: dict[str, Document]) -> None:
+def draw(documents: dict[str, Document], path: Path) -> None:
+    """Draw the time over that of a copy, in each of some cases, by provider."""
     from matplotlib.figure import Figure
 
-    panels = panels_of(documents)
     figure = Figure(figsize=(13, 4), layout="constrained")
-    for axes, (title, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        bars = dict(reversed(panel["bars"].items()))
+    for axes, case in zip(figure.subplots(1, len(CASES)), CASES, strict=True):
+        results = results_by_case(documents[name_of("table", case.ranks)])[case]
+        timed = {
+            name: results[name]["ratio"] for name in tables.providers_of({case: results}) if is_timed(results[name])
+        }
+        bars = dict(reversed(timed.items()))
         colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
         drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
         axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)
-        axes.axvline(panel["floor"], color="black", linewidth=0.8, linestyle="--")
+        axes.axvline(LIMITS[case.kind], color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(0, LONGEST_BAR * 1.15)
-        axes.set_title(title, fontsize=9)
+        axes.set_title(f"{case}, {tables.gpus(case.ranks)}", fontsize=9)
         axes.tick_params(labelsize=8)
     caption = "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5"
     figure.supxlabel(caption, fontsize=9)
-    figure.savefig(picture, dpi=100, metadata={"Source": digest(panels)})
+    figure.savefig(path, dpi=100)

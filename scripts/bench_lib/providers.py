@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from bench_lib import cases, peers
 from bench_lib.calls import Row, baseline_package, called, rows_of
@@ -75,7 +74,6 @@ class Provider:
     returns: Row | None = None
     of_one_rank: bool = True
     of_several: bool = True
-    is_default: bool = True
     is_step: bool = False
     is_whole: bool = True
     reduces_hidden: bool = True
@@ -136,13 +134,13 @@ def first_line(error: BaseException) -> str:
 
 
 def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
-    """Those of a comma-separated list, in the order of ``known``; ``all`` stands for the default ones."""
+    """Those of a comma-separated list, in the order of ``known``, or all."""
     known_names = [provider.name for provider in known]
     wanted = [name.strip() for name in (names or "all").split(",")]
     for name in wanted:
         if name not in (*known_names, "all"):
             raise ValueError(f"providers: expected all or some of {', '.join(known_names)}; got {name!r}")
-    return [provider for provider in known if provider.name in wanted or (provider.is_default and "all" in wanted)]
+    return [provider for provider in known if provider.name in wanted or "all" in wanted]
 
 
 def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
@@ -161,18 +159,13 @@ def _row_step(row: Row, package: Any) -> Step:
     return through_autograd(lambda inputs, reduction, group: called(row, package, inputs, group))
 
 
-def _over_logits(gradient: str, **options: str) -> Callable[[Any], LossOf]:
-    options["gradient"] = gradient
-    return lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options)
+def _over_logits(gradient: str) -> Callable[[Any], LossOf]:
+    return lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, gradient=gradient)
 
 
 def _over_linear(gradient: str) -> Callable[[Any], LossOf]:
     """Nobody else reads the logits, so the default writes over them too, in backward."""
-    return lambda m: (
-        lambda h, w, y, r, g: m.vocab_parallel_cross_entropy(
-            functional.linear(h, w), y, group=g, reduction=r, gradient=gradient
-        )
-    )
+    return lambda m: peers.after_linear(_over_logits(gradient)(m))
 
 
 def _head_loss(**options: Any) -> Callable[[Any], LossOf]:
@@ -187,7 +180,6 @@ UNREDUCED = Row("cross_entropy", {"reduction": "none"})
 _logits = partial(Provider, module=OURS, distribution=OUR_PACKAGE)
 _head = partial(Provider, takes="head")
 _linear = partial(_logits, takes="head")
-_in_forward = partial(_logits, only="mean")  # the grad_output of each token comes after the forward pass
 _unfused = partial(_linear, reduces_hidden=False)
 _torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
 _sharded = partial(Provider, module=peers.PARALLEL, distribution="torch", of_one_rank=False)
@@ -204,11 +196,8 @@ _cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entro
 # In place by name: the default takes a new tensor, since the caller of ``torch.autograd.grad`` has the logits.
 PROVIDERS: tuple[Provider, ...] = (
     _logits(OURS, _over_logits("in_backward")),
-    _in_forward(IN_FORWARD, _over_logits("in_forward")),
-    *(
-        _in_forward(name, _over_logits("in_forward", impl=impl), is_default=False, of_several=impl != "one_pass")
-        for name, impl in cases.BY_NAME.items()
-    ),
+    # The grad_output of each token comes after the forward pass.
+    _logits(IN_FORWARD, _over_logits("in_forward"), only="mean"),
     _torch(EAGER, lambda m: peers.eager),
     # Without dynamic=False a second shape gets kernels for any number of rows.
     _torch(cases.COMPILED, lambda m: torch.compile(peers.eager, dynamic=False)),

@@ -136,7 +136,6 @@ def test_what_a_provider_raises_is_why_it_is_refused():
     assert refusal(ValueError(), only="mean") == "timed with the means alone"
     with pytest.raises(RuntimeError, match="ValueError: width"):
         refusal(ValueError("width"), is_ours=True)
-    assert refusal(ValueError("width"), is_ours=True, is_default=False) == "ValueError: width"
 
 
 @pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])
