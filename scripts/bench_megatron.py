@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 scripts/bench_megatron.py --json results.json
 
-Forward and backward of one model of random weights, in bf16. The providers take turns in every round. ``--curves``
-trains 20 steps with each instead.
+Forward and backward of one model of random weights, in bf16. The providers take turns in every round.
 
 First with tensor parallelism over all ranks, and ``forward`` given the loss mask or not. Then with data parallelism
 over all ranks: each has its share of the tokens, Megatron's distributed optimizer takes a step too, and its collectives
@@ -23,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from bench_lib.clock import Ranks, joined_ranks, nothing
-from bench_lib.documents import Result, new_document, parser_of, run, write_document
+from bench_lib.documents import Result, new_document, parser_of, run
 from bench_lib.measure import measured
 from bench_lib.peers import engine
 from bench_lib.providers import first_line
@@ -125,20 +124,11 @@ def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--curves", action="store_true", help="20 steps of a small model with each loss")
-    words = parser.parse_args()
+    words = parser_of(__doc__).parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for
     modules = {"megatron-core": "megatron.core"}
     with joined_ranks() as ranks:
         parallel_state.initialize_model_parallel(ranks.size)
-        if words.curves:
-            curves = example.compare(20, ranks.device)
-            if ranks.is_first:
-                document = new_document("megatron_curves", modules=modules) | {"shape": example.SMALL, "curves": curves}
-                write_document(document | {"finished": True}, words.json)
-            parallel_state.destroy_model_parallel()
-            return
 
         def measure_case(case: Case) -> list[Result]:
             size = ranks.size if case.overlaps is None else 1

@@ -1,7 +1,7 @@
 """Measures a training step of models of transformers: their own head and loss, Liger's fused one, and this project's.
 
 Forward and backward of one model, built from its configuration, in bf16 on one GPU. The providers take turns in
-every round. A machine without a GPU can try it with ``--tiny``.
+every round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from bench_lib.measure import measured
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
 
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LLAMA = {
     **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072},
@@ -90,13 +88,12 @@ DEFAULT_PROVIDERS = ("transformers", "liger-kernel", OURS)
 MODULES = {"transformers": "transformers", "liger-kernel": "liger_kernel"}
 
 
-def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
+def build(case: Case, ranks: Ranks) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{case.model}Config")(**(case.config | (TINY if tiny else {})))
-    dtype = torch.float32 if tiny else torch.bfloat16
+    config = getattr(transformers, f"{case.model}Config")(**case.config)
     with torch.device(ranks.device):
-        model = getattr(transformers, f"{case.model}ForCausalLM")(config).to(dtype)
-        ids = torch.randint(0, config.vocab_size, (case.batch, 16 if tiny else case.tokens))
+        model = getattr(transformers, f"{case.model}ForCausalLM")(config).bfloat16()
+        ids = torch.randint(0, config.vocab_size, (case.batch, case.tokens))
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     labels = ids.clone()
@@ -104,8 +101,8 @@ def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
     return model.train(), {"input_ids": ids, "labels": labels, "use_cache": False}
 
 
-def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: bool) -> list[Result]:
-    model, inputs = build(case, ranks, tiny)
+def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str]) -> list[Result]:
+    model, inputs = build(case, ranks)
 
     def step() -> torch.Tensor:
         loss = model(**inputs).loss
@@ -121,7 +118,6 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: b
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--ignored", action="store_true", help="cases in which a share of the labels is ignored")
     parser.add_argument("--providers", metavar="NAMES", help=f"of {', '.join(PROVIDERS)}")
     words = parser.parse_args()
@@ -132,7 +128,7 @@ def main() -> None:
     with joined_ranks() as ranks:
         modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
         document = new_document("transformers", words.rounds, modules)
-        run(document, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
+        run(document, cases, lambda case: measure(case, ranks, words.rounds, names), ranks, words.json)
 
 
 if __name__ == "__main__":

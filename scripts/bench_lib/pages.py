@@ -143,10 +143,8 @@ def draw(documents: dict[str, Document], path: Path) -> None:
     figure = Figure(figsize=(13, 4), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(CASES)), CASES, strict=True):
         results = results_by_case(documents[name_of("table", case.ranks)])[case]
-        timed = {
-            name: results[name]["ratio"] for name in tables.providers_of({case: results}) if is_timed(results[name])
-        }
-        bars = dict(reversed(timed.items()))
+        slowest_first = reversed(tables.providers_of({case: results}))
+        bars = {name: results[name]["ratio"] for name in slowest_first if is_timed(results[name])}
         colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
         drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
         axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)

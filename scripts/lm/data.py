@@ -11,9 +11,8 @@ import os
 import platform
 import random
 import sysconfig
-import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,33 +52,30 @@ def read_corpus(max_characters: int | None) -> list[str]:
 def load_token_ids(cache_directory: Path, vocab_size: int, max_characters: int | None, show_progress: bool) -> TokenIds:
     """Token ids of the corpus, from the cache, or encoded and added to it.
 
-    The name of a cache entry is a hash of all that decides its content. The ids are put in place
-    last and at once, so an interrupted or concurrent build never leaves an entry that reads wrong.
+    The name of a cache entry is a hash of all that decides its content. It is put in place at once, so an interrupted
+    or concurrent build never leaves an entry that reads wrong.
     """
     texts = read_corpus(max_characters)
     digest = hashlib.sha256(f"{platform.python_version()} {vocab_size} {FILE_START}".encode())
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
-    entry = cache_directory / digest.hexdigest()[:16]
-    ids_path = entry.with_suffix(".ids.npy")
-    if not ids_path.exists():
+    path = cache_directory / f"{digest.hexdigest()[:16]}.ids.npy"
+    if not path.exists():
         cache_directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_directory) as scratch:
-            _build(texts, vocab_size, Path(scratch), show_progress)
-            os.replace(Path(scratch, "tokenizer.json"), entry.with_suffix(".tokenizer.json"))
-            os.replace(Path(scratch, "ids.npy"), ids_path)
-    return _split(torch.from_numpy(np.load(ids_path).astype(np.int64)))
+        part = path.with_suffix(f".{os.getpid()}.npy")
+        np.save(part, _encoded(texts, vocab_size, show_progress))
+        os.replace(part, path)
+    return _split(torch.from_numpy(np.load(path).astype(np.int64)))
 
 
-def _build(texts: list[str], vocab_size: int, directory: Path, show_progress: bool) -> None:
+def _encoded(texts: list[str], vocab_size: int, show_progress: bool) -> Any:
     try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ModuleNotFoundError as error:
-        message = "tokenizer: none is cached, and training one needs the Python package 'tokenizers'"
+        message = "tokenizer: no text is cached, and training one needs the Python package 'tokenizers'"
         raise ValueError(f"{message}: {error}") from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[FILE_START],
@@ -96,8 +92,7 @@ def _build(texts: list[str], vocab_size: int, directory: Path, show_progress: bo
     for first in tqdm(range(0, len(texts), 32), "encode", unit="batch", disable=not show_progress):
         for encoding in tokenizer.encode_batch_fast(texts[first : first + 32]):
             pieces += [[FILE_START_ID], encoding.ids]
-    tokenizer.save(str(directory / "tokenizer.json"))
-    np.save(directory / "ids.npy", np.concatenate([np.array(piece, np.uint16) for piece in pieces]))
+    return np.concatenate([np.array(piece, np.uint16) for piece in pieces])
 
 
 def _split(ids: Tensor) -> TokenIds:
