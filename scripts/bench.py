@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, pages, tables
+from bench_lib import cases, pages
 from bench_lib.clock import DeviceTimer, Ranks, joined_ranks
 from bench_lib.documents import (
     RESULTS,
@@ -166,7 +166,7 @@ def measure_command(options: argparse.Namespace) -> int:
         if not document["results"]:
             raise SystemExit("bench: no provider is here")
         if ranks.is_first and baseline:
-            print(tables.beside_baseline(document, cases.BASELINE))
+            print(pages.beside_baseline(document, cases.BASELINE))
     return 0
 
 

@@ -2,35 +2,35 @@
 
 ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` are around what NAME stands for: a function here, or the file of a
 document without its ending. ``readme.json`` has the rows of README's figures: what a row shows ``without`` this
-package, and what is ``given`` with it.
+package, and what is ``given`` with it. Providers are compared at the decimals that a table shows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_lib import tables
-from bench_lib.cases import OURS, Case
-from bench_lib.documents import Document, is_ours, is_timed, name_of, read_documents, results_by_case
-from bench_lib.tables import cost, shown, table
+from bench_lib.cases import IN_FORWARD, OURS, Case
+from bench_lib.documents import (
+    Document,
+    Result,
+    case_of,
+    is_ours,
+    is_timed,
+    name_of,
+    read_documents,
+    results_by_case,
+)
 from vocab_parallel_ce.versions import TESTED
 
+GIB = 2**30
+OPTIONS_VOCABULARIES = (128256, 32064, 50257)  # the others are in the document
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
-# What makes the block of a document, by the beginning of its name; otherwise it is tables.steps_part.
-BLOCKS: dict[str, Callable[..., str]] = {
-    "bench_table": tables.logits_part,
-    "bench_few": tables.few_part,
-    "bench_options": tables.options_part,
-    "linear_memory": tables.memory_part,
-    "linear": tables.linear_part,
-    "losses": tables.losses_part,
-    "objective": tables.objective_part,
-}
 ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("readme.json").read_text("utf-8"))
 PICTURE = "bench_speed.png"
 CASES = [Case("mean", 4096, 128256, 1), Case("none", 4096, 128256, 1), Case("none", 16384, 128256, 2)]
@@ -38,10 +38,251 @@ LONGEST_BAR = 6.5
 LIMITS = {"mean": 1.0, "none": 1.5}  # one read and one write; two reads and one write
 
 
-def place_of(document: Document) -> str:
-    """The GPUs and the commit."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def short_commit(document: Document) -> str:
+    """The commit, and the day of the measurement; of documents without it, the day on which they were committed."""
     host = document["host"]
-    return f"{host['gpus_used']} x {host['gpu']} ({tables.short_commit(document)})"
+    return ", ".join(str(part) for part in (str(host["commit"])[:12], host.get("date")) if part)
+
+
+def with_host(document: Document, title: str, *parts: str) -> str:
+    """Parts of a page below the machine, the versions, the rounds and the commit."""
+    host = document["host"]
+    versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
+    packages = ", ".join(f"{name} {version}" for name, version in host["packages"].items()) or "no other package"
+    rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
+    cpu = f", {host['cpu']}" if host.get("cpu") else ""
+    machine = f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}"
+    return "\n\n".join([f"{machine}; commit {short_commit(document)}. {title}".strip(), *filter(None, parts)])
+
+
+def shown(value: float | None) -> str:
+    """A ratio, milliseconds or microseconds, to three digits."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.2f}"
+
+
+def per_row(result: Result) -> str:
+    """Bytes of new memory for each token."""
+    return f"{result['peak_bytes'] / result['tokens']:.1f}"
+
+
+def number(result: Result | None, metric: str) -> float | None:
+    """The number of a result; None if it was refused."""
+    return None if result is None else result.get(metric)
+
+
+def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
+    """This project's first, then the others from the fastest to the slowest."""
+
+    def order(name: str) -> tuple[bool, bool, float]:
+        ratios = [number(results.get(name), "ratio") for results in cases.values()]
+        return name != OURS, not is_ours(name), statistics.median([r for r in ratios if r] or [1e9])
+
+    return sorted({name for results in cases.values() for name in results}, key=order)
+
+
+def one_line(reason: str) -> str:
+    """An error's text as one line of code, which then holds no Markdown of its own."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", reason).encode("ascii", "replace").decode()
+    text = " ".join(text.replace("`", "'").replace("|", "/").split())
+    return f"`{text if len(text) <= 160 else text[:160] + '...'}`"
+
+
+def notes(document: Document) -> str:
+    """Who waits for the device, who was refused and why, and who was absent; the document says why."""
+    timed = {result["provider"] for result in document["results"] if is_timed(result)}
+    absent = {name for name, reason in document["absent"].items() if not reason.startswith("needs ")} - timed
+    said = [("absent", name) for name in document["absent"] if name in absent]
+    for result in document["results"]:
+        name = result["provider"]
+        if not is_timed(result) and not is_ours(name):
+            said.append((f"refused in some or all cases: {one_line(result['refused'])}", name))
+        elif is_timed(result) and not result.get("queued", True):
+            said.append(("waits for the device, so its time includes the host's", name))
+    names: dict[str, dict[str, None]] = {}
+    for text, name in said:
+        names.setdefault(text, {})[name] = None
+    return "\n".join(f"- {', '.join(found)}: {text}." for text, found in names.items())
+
+
+def provider_table(
+    document: Document, first: str, cell: Callable[[Result], str], more: dict[str, Callable[[Result], str]]
+) -> str:
+    """One row per case and one column per provider; the fastest is bold. ``more`` has columns of our default."""
+    cases = results_by_case(document)
+    names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
+    rows = []
+    for case, results in cases.items():
+        ratios = {name: shown(number(results.get(name), "ratio")) for name in names}
+        best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
+        cells = [cell(results[name]) if ratio != "-" else "-" for name, ratio in ratios.items()]
+        fastest = [ratio != "-" and float(ratio) == best for ratio in ratios.values()]
+        of_default = [column(results[OURS]) for column in more.values()]
+        rows.append([str(case), *(f"**{c}**" if f else c for c, f in zip(cells, fastest, strict=True)), *of_default])
+    return table([first, *names, *more], rows)
+
+
+def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
+    """Every case in which an eager call of another provider is faster than this project's fastest."""
+    rows = []
+    for case, results in cases.items():
+        eager = [(number(result, "microseconds_eager"), name) for name, result in results.items()]
+        others = [(us, name) for us, name in eager if us is not None and not is_ours(name)]
+        fastest = min((us for us, name in eager if us is not None and name in (OURS, IN_FORWARD)), default=None)
+        if others and (fastest is None or min(others)[0] < fastest):
+            us, name = min(others)
+            rows.append(f"{case} ({name} {shown(us)} / {shown(fastest)})")
+    said = "; ".join(rows) or "none"
+    return f"Eager calls in us, where another provider's is faster than this project's fastest: {said}."
+
+
+def logits_part(document: Document) -> str:
+    """Every provider's time over the copy's, and this project's eager call and memory."""
+    ours = [result for result in document["results"] if is_ours(result["provider"]) and "ratio_spread" in result]
+    spread = max(((r["ratio_spread"][1] - r["ratio_spread"][0]) / r["ratio"] for r in ours), default=0.0)
+    title = f"This project's ratios vary by {100 * spread:.1f} % or less. Time / copy:"
+    more = {"eager us": lambda r: shown(number(r, "microseconds_eager")), "extra B/row": per_row}
+    every = provider_table(document, "tokens x vocabulary", lambda r: shown(r["ratio"]), more)
+    return with_host(document, title, every, faster_eagerly(results_by_case(document)), notes(document))
+
+
+def linear_part(document: Document) -> str:
+    """Every provider's time over the matmuls' and its memory, and this project's time."""
+
+    def cell(result: Result) -> str:
+        return f"{result['ratio']:.3f}, {gib(result['peak_bytes'])}"
+
+    every = provider_table(document, "case", cell, {"ms": lambda result: f"{result['ms']:.2f}"})
+    return with_host(document, "Time / matmuls and extra GiB:", every, notes(document))
+
+
+def few_part(document: Document) -> str:
+    """Microseconds of a CUDA graph's replay of each provider and of the copy."""
+    cases = results_by_case(document)
+    every = dict.fromkeys(result["provider"] for result in document["results"])
+    times = {(c, name): number(cases[c].get(name), "microseconds_graph") for c in cases for name in every}
+    names = [name for name in every if any(times[case, name] is not None for case in cases)]
+    rows = []
+    for case, results in cases.items():
+        copy = results[OURS]["microseconds_graph"] / results[OURS]["ratio_graph"]
+        cells = ("-" if us is None else f"{us:.1f}" for us in (copy, *(times[case, name] for name in names)))
+        rows.append([str(case), *cells])
+    header = ["tokens x vocabulary", "copy", *names]
+    return with_host(document, "Microseconds of a CUDA graph's replay:", table(header, rows))
+
+
+def options_part(document: Document) -> str:
+    """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
+    cases = {c: of for c, of in results_by_case(document).items() if c.vocabulary in OPTIONS_VOCABULARIES}
+    first, rows = next(iter(cases.values())), []
+    for name in dict.fromkeys(name for results in cases.values() for name in results):
+        plain = "none" if name.startswith(("none", "token")) else "mean"
+        found = [(results.get(name), results[plain]["ratio"]) for results in cases.values()]
+        cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
+        rows.append([name, *cells, per_row(first[name]) if name in first else "-"])
+    header = ["call", *(str(case).removeprefix("options").strip() for case in cases), "extra B/row"]
+    return with_host(document, "", table(header, rows))
+
+
+def memory_part(document: Document) -> str:
+    """Extra peak memory in GiB, one row per number of tokens."""
+    names = list(dict.fromkeys(result["provider"] for result in document["results"]))
+    rows = []
+    for case, results in results_by_case(document).items():
+        cells = [gib(results[n]["peak_bytes"]) if is_timed(results[n]) else "-" for n in names]
+        rows.append([str(case), gib(next(iter(results.values()))["gradient_bytes"]), *cells])
+    return with_host(document, "", table(["extra GiB", "both gradients alone", *names], rows), notes(document))
+
+
+def cost(result: Result) -> str:
+    return f"{shown(result['ms'])} ms, {gib(result['peak_bytes'])} GiB"
+
+
+def step_tables(document: Document) -> list[str]:
+    """One table for all cases that have the same providers: time with its quartiles, and memory."""
+
+    def cell(result: Result) -> str:
+        lower, upper = map(shown, result["ms_quartiles"])
+        return f"{shown(result['ms'])} ({lower}-{upper}), {gib(result['peak_bytes'])}"
+
+    groups: dict[tuple[str, ...], dict[str, dict[str, Result]]] = {}
+    for case, results in results_by_case(document).items():
+        groups.setdefault(tuple(results), {})[case] = results
+    return [
+        table(["", *cases], [[name, *(cell(results[name]) for results in cases.values())] for name in names])
+        for names, cases in groups.items()
+    ]
+
+
+def steps_part(document: Document) -> str:
+    title = "Milliseconds (quartiles), and GiB of new memory at the peak:"
+    return with_host(document, title, *step_tables(document))
+
+
+def objective_part(document: Document) -> str:
+    """The time of each call over that of the three products, and its memory."""
+
+    def cell(result: Result) -> str:
+        return f"{result['ratio']:.2f}, {gib(result['peak_bytes'])}" if is_timed(result) else "-"
+
+    cases = results_by_case(document)
+    rows = [[name, *(cell(results[name]) for results in cases.values())] for name in next(iter(cases.values()))]
+    every = table(["tokens x D x V", *cases], rows)
+    return with_host(document, "Time over the products, and GiB of new memory at the peak:", every)
+
+
+def losses_part(document: Document) -> str:
+    """Losses over logits in copies of them, and alongside the call without the last option; then those of heads."""
+    cases = {case: results for case, results in results_by_case(document).items() if case.count(" x ") == 1}
+    rows = []
+    for name in next(iter(cases.values())):
+        base = name.rpartition(", ")[0]
+        cells, memory = [], []
+        for case, results in cases.items():
+            of_gpu = [each.get("queued", True) for each in (results[name], results.get(base, {}))]
+            cell = f"{results[name]['ratio']:.2f}" + ("" if of_gpu[0] else " (host)")
+            if base in results and all(of_gpu):
+                cell += f" ({100 * (results[name]['ms'] / results[base]['ms'] - 1):+.1f} %)"
+            cells.append(cell)
+            memory.append(f"{results[name]['peak_bytes'] / int(case.partition(' ')[0]):.0f}")
+        rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
+    title = "Time over a copy of the logits, and over the same call without the last option:"
+    every = table(["call", *cases, "bytes per row"], rows)
+    heads = step_tables(document | {"results": [each for each in document["results"] if each["case"] not in cases]})
+    return with_host(document, title, every, "Heads, in ms and GiB:", *heads)
+
+
+def beside_baseline(document: Document, suffix: str) -> str:
+    """Each call's time over that of another checkout in the same rounds: the median, and its range."""
+    rows = []
+    for result in document["results"]:
+        found = [result.get(field) for field in ("over_baseline", "over_baseline_eager")]
+        cells = ["-" if each is None else "{:.3f} ({:.3f}-{:.3f})".format(*each) for each in found]
+        if not result["provider"].endswith(suffix):
+            rows.append([str(case_of(result)), result["provider"], *cells])
+    return table(["case", "call", "time / baseline", "eager"], rows)
+
+
+# What makes the block of a document, by the beginning of its name; otherwise it is steps_part.
+BLOCKS: dict[str, Callable[..., str]] = {
+    "bench_table": logits_part,
+    "bench_few": few_part,
+    "bench_options": options_part,
+    "linear_memory": memory_part,
+    "linear": linear_part,
+    "losses": losses_part,
+    "objective": objective_part,
+}
 
 
 def numbers_block(documents: Mapping[str, Document]) -> str:
@@ -68,14 +309,9 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
         without = "<br>".join(f"{name}: {said[name]}" for name in row["without"])
         rows.append([row["what"], without, said[row["given"]]])
     every = table(["bf16, forward and backward", "without", "with"], rows)
-    places = "; ".join(dict.fromkeys(map(place_of, used.values())))
+    hosts = [(each["host"]["gpus_used"], each["host"]["gpu"], short_commit(each)) for each in used.values()]
+    places = "; ".join(f"{count} x {gpu} ({commit})" for count, gpu, commit in dict.fromkeys(hosts))
     return f"{every}\n\nMeasured on {places}. Bold is the least."
-
-
-def lanes_of(results: Path) -> dict[str, dict[str, Any]]:
-    """The documents that ``--lanes-json`` wrote on GPUs, by name."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("lanes_*.json"))}
-    return {name: document for name, document in found.items() if document["gpu_model"] is not None}
 
 
 def pairs_block() -> str:
@@ -84,10 +320,11 @@ def pairs_block() -> str:
     return table(["torch", "Triton", "Python", "quick lane", "compile-only lane", "GPU", "repeat it"], rows)
 
 
-def lanes_block(documents: Mapping[str, dict[str, Any]]) -> str:
-    """Counts of every lane that ran on GPUs, and which frameworks were installed."""
+def lanes_block(results: Path) -> str:
+    """Counts of every lane that ran on GPUs, as ``--lanes-json`` wrote them, and which frameworks were installed."""
     rows = []
-    for name, document in documents.items():
+    for path in sorted(results.glob("lanes_*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
         versions = [document[key].partition("+")[0] for key in ("torch", "triton", "python")]
         model = document["gpu_model"].removeprefix("NVIDIA ").partition(" ")[0]
         here = [line.partition(":")[0] for line in document["frameworks"] if "not installed" not in line]
@@ -95,19 +332,19 @@ def lanes_block(documents: Mapping[str, dict[str, Any]]) -> str:
             if counts["passed"] + counts["failed"]:
                 said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
                 cells = [f"{document['gpu_count']} x {model}", *versions, lane, said, document["commit"][:7]]
-                rows.append([*cells, f"`{name}`", ", ".join(here)])
+                rows.append([*cells, f"`{path.stem}`", ", ".join(here)])
     return table(["GPUs", "torch", "Triton", "Python", "lane", "tests", "commit", "document", "frameworks there"], rows)
 
 
-def blocks(documents: dict[str, Document], lanes: dict[str, dict[str, Any]]) -> dict[str, Callable[[], str]]:
+def blocks(documents: dict[str, Document], results: Path) -> dict[str, Callable[[], str]]:
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
         "numbers": partial(numbers_block, documents),
         "pairs": pairs_block,
-        "lanes": partial(lanes_block, lanes),
+        "lanes": partial(lanes_block, results),
     }
     for name, document in documents.items():
-        part = next((part for beginning, part in BLOCKS.items() if name.startswith(beginning)), tables.steps_part)
+        part = next((part for beginning, part in BLOCKS.items() if name.startswith(beginning)), steps_part)
         made[name] = partial(part, document)
     return made
 
@@ -129,7 +366,7 @@ def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, nee
 
 def texts(root: Path, results: Path) -> dict[Path, str]:
     """README and the pages of docs/ with their blocks anew."""
-    made, readme, found = blocks(read_documents(results), lanes_of(results)), root / "README.md", {}
+    made, readme, found = blocks(read_documents(results), results), root / "README.md", {}
     for path in (readme, *sorted((root / "docs").glob("*.md"))):
         needed = ("numbers",) if path == readme else ()
         found[path] = with_blocks(path.read_text(encoding="utf-8"), made, path.name, needed)
@@ -143,14 +380,14 @@ def draw(documents: dict[str, Document], path: Path) -> None:
     figure = Figure(figsize=(13, 4), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(CASES)), CASES, strict=True):
         results = results_by_case(documents[name_of("table", case.ranks)])[case]
-        slowest_first = reversed(tables.providers_of({case: results}))
+        slowest_first = reversed(providers_of({case: results}))
         bars = {name: results[name]["ratio"] for name in slowest_first if is_timed(results[name])}
         colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
         drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
         axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)
         axes.axvline(LIMITS[case.kind], color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(0, LONGEST_BAR * 1.15)
-        axes.set_title(f"{case}, {tables.gpus(case.ranks)}", fontsize=9)
+        axes.set_title(f"{case}, {case.ranks} GPU{'s' * (case.ranks > 1)}", fontsize=9)
         axes.tick_params(labelsize=8)
     caption = "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5"
     figure.supxlabel(caption, fontsize=9)

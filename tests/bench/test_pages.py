@@ -8,7 +8,7 @@ import pytest
 from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, document, result
 
 import bench  # isort: skip
-from bench_lib import cases, documents, pages, tables  # isort: skip
+from bench_lib import cases, documents, pages  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -57,7 +57,7 @@ def test_the_committed_documents_are_complete():
 
 
 def test_a_table_has_the_fastest_in_bold_and_says_who_is_refused_and_who_is_faster_eagerly():
-    said = tables.logits_part(
+    said = pages.logits_part(
         document(
             result(OURS, 1.57, MEAN, microseconds_eager=78.5, peak_bytes=16.25 * 8192),
             result(IN_FORWARD, 1.204, MEAN, microseconds_eager=60.2),
