@@ -61,8 +61,7 @@ DEFAULT_PROVIDERS = {
     "few": f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel",
     "memory": f"{cases.OURS},torch eager (16-bit logits),liger-kernel,cut-cross-entropy",
 }
-UNFUSED = ["head", "--reduction", "mean", "--providers"]
-UNFUSED.append(f"{cases.OURS},F.linear + {cases.OURS},F.linear + {cases.IN_FORWARD}")
+UNFUSED = ["head", "--reduction", "mean", "--providers", f"{cases.OURS},{cases.UNFUSED},{cases.UNFUSED_IN_FORWARD}"]
 # What one GPU measures for the pages, and what several do, README's first. A document of "rl" needs every framework.
 STEPS = {
     "table": ["bench.py", "table"],
@@ -82,7 +81,6 @@ STEPS_OF_SEVERAL = {
     "objective": ["bench.py", "objective"],
     "head": ["bench.py", "head"],
     "few": ["bench.py", "few", *shapes("16x128256", "64x128256")],
-    "unfused": ["bench.py", *UNFUSED],
     "losses": ["bench.py", "losses", *shapes("4096x128256", "4096x128256x4096", "16384x128256x4096")],
 }
 
