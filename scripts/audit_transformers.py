@@ -34,18 +34,15 @@ def table(mechanism: str, names: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--classes", nargs="+", metavar="NAME", help="only these; nothing is written")
-    words = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    names = words.classes or class_names()
+    names = class_names()
     document: dict[str, Any] = {"transformers": transformers.__version__, "classes": len(names)}
     document |= {mechanism: table(mechanism, names) for mechanism in MECHANISMS}
     text = json.dumps(document, indent=1)
     print(text)
-    if not words.classes:
-        (RESULTS / f"transformers_audit_{transformers.__version__}.json").write_text(text + "\n", encoding="utf-8")
+    (RESULTS / f"transformers_audit_{transformers.__version__}.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

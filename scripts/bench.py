@@ -36,7 +36,7 @@ from bench_lib.documents import (
 )
 from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, OBJECTIVE_PROVIDERS, RL_PROVIDERS
 from bench_lib.measure import attempt, measure, subject_of
-from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen, row_providers
+from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen, row_providers, version_of
 
 COMMANDS = {
     "table": "the loss over logits, alongside other projects'",
@@ -127,8 +127,9 @@ def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document
     quiet()  # an import may have set warning filters
     document["absent"] |= {name: reason for name, reason in absent.items() if reason is not None}
     found = [provider for provider in wanted if absent[provider.name] is None]
-    others = {each.distribution: each for each in found if each.distribution not in (OUR_PACKAGE, "torch")}
-    document["host"]["packages"] |= {name: provider.version for name, provider in others.items()}
+    others = {each.distribution: each.module for each in found if each.distribution not in (OUR_PACKAGE, "torch")}
+    versions = {name: version_of(name, module.partition(".")[0]) for name, module in others.items()}
+    document["host"]["packages"] |= versions
     return found
 
 

@@ -84,7 +84,6 @@ PROVIDERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] =
     OURS: fused,
     ALL_TOKENS: partial(fused, valid_tokens=None),
 }
-DEFAULT_PROVIDERS = ("transformers", "liger-kernel", OURS)
 MODULES = {"transformers": "transformers", "liger-kernel": "liger_kernel"}
 
 
@@ -119,15 +118,12 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str]) -> list
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ignored", action="store_true", help="cases in which a share of the labels is ignored")
-    parser.add_argument("--providers", metavar="NAMES", help=f"of {', '.join(PROVIDERS)}")
     words = parser.parse_args()
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else float("inf")
     cases = [case for case in (IGNORED_CASES if words.ignored else CASES) if case.gib * 2**30 <= memory]
-    default = tuple(PROVIDERS) if words.ignored else DEFAULT_PROVIDERS
-    names = list(default) if words.providers is None else words.providers.split(",")
+    names = [name for name in PROVIDERS if words.ignored or name != ALL_TOKENS]
     with joined_ranks() as ranks:
-        modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
-        document = new_document("transformers", words.rounds, modules)
+        document = new_document("transformers", words.rounds, MODULES)
         run(document, cases, lambda case: measure(case, ranks, words.rounds, names), ranks, words.json)
 
 

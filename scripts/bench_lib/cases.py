@@ -115,7 +115,7 @@ TABLES = (
 # Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
 SHAPES: dict[str, list[str]] = {
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
-    "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
+    "options": ["4096x128256", "8192x32064", "4096x50257"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],
     "objective": [f"4096x128256x{HIDDEN_SIZE}", f"8192x128256x{HIDDEN_SIZE}"],

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from bench_lib.calls import ENTROPY, MOST_WEIGHT, OBJECTIVE, WITHOUT_ENTROPY, Row, cispo
 from bench_lib.cases import OURS, SEQUENCE, Inputs
-from bench_lib.peers import PARALLEL, LossOf, Step, in_loss_parallel, loss_parallel, of_dtensor, trl_log_probs
+from bench_lib.peers import PARALLEL, LossOf, Step, in_loss_parallel, loss_parallel, of_dtensor
 from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
 
+TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})
 SUM, SUM_OF_LOG_PROBS = Row("cross_entropy", {"reduction": "sum"}), Row("log_probs", {"reduction": "sum"})
 MEAN = Row("cross_entropy", {"reduction": "mean"})
@@ -46,7 +47,8 @@ def _openrlhf(utils: Any) -> LossOf:
 
 
 def _trl(utils: Any) -> LossOf:
-    return lambda h, w, y, r, g: trl_log_probs(utils, h, w, y, ("log_probs", "entropy"))[:2]
+    given = 1.0, TRL_COLUMNS, None, 1.0, ("log_probs", "entropy")
+    return lambda h, w, y, r, g: utils._ChunkedLogProbFunction.apply(h, w, None, y, *given)[:2]
 
 
 def _verl_ppo(verl: Any) -> LossOf:

@@ -29,7 +29,6 @@ from bench_lib.documents import (
 from vocab_parallel_ce.versions import TESTED
 
 GIB = 2**30
-OPTIONS_VOCABULARIES = (128256, 32064, 50257)  # the others are in the document
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("readme.json").read_text("utf-8"))
 PICTURE = "bench_speed.png"
@@ -183,8 +182,8 @@ def few_part(document: Document) -> str:
 
 def options_part(document: Document) -> str:
     """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
-    cases = {c: of for c, of in results_by_case(document).items() if c.vocabulary in OPTIONS_VOCABULARIES}
-    first, rows = next(iter(cases.values())), []
+    cases, rows = results_by_case(document), []
+    first = next(iter(cases.values()))
     for name in dict.fromkeys(name for results in cases.values() for name in results):
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in cases.values()]

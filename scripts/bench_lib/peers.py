@@ -28,7 +28,6 @@ from bench_lib.cases import IGNORE_INDEX, REDUCTIONS, Inputs
 QUACK_CHUNK_TOKENS = 4096  # its own default
 FLA, ENGINE = "fla.modules.fused_cross_entropy", "transformer_engine.pytorch.cross_entropy"
 PARALLEL = "torch.distributed.tensor.parallel"
-TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
@@ -161,24 +160,6 @@ def quack_linear(quack: Any, **options: bool) -> LossOf:
         # Its kernel for scaled exponentials refuses chunks of as many tokens as there are hidden elements.
         chunk = QUACK_CHUNK_TOKENS // (1 if options or h.shape[-1] != QUACK_CHUNK_TOKENS else 2)
         return chunked(h, w, y, chunk, reduction=r, **options)
-
-    return loss_of
-
-
-def trl_log_probs(utils: Any, hidden: Tensor, weight: Tensor, labels: Tensor, outputs: tuple[str, ...]) -> Any:
-    """Log-probabilities and what is asked for, as its trainers call for them."""
-    given = hidden, weight, None, labels, 1.0, TRL_COLUMNS, None, 1.0
-    return utils._ChunkedLogProbFunction.apply(*given, outputs)
-
-
-def trl_linear(utils: Any) -> LossOf:
-    """The mean or each, of tokens that are not ignored."""
-
-    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        live = labels != IGNORE_INDEX
-        losses = -trl_log_probs(utils, hidden[live], weight, labels[live], ())[0]
-        every = torch.zeros_like(labels, dtype=losses.dtype)
-        return losses.mean() if reduction == "mean" else every.masked_scatter(live, losses)
 
     return loss_of
 

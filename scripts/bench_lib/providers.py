@@ -29,8 +29,6 @@ from bench_lib.cases import EAGER, EAGER_16, IN_FORWARD, OURS, Case, Inputs
 from bench_lib.peers import LossOf, Step
 
 OUR_PACKAGE = "vocab-parallel-ce"
-
-
 ones = cache(torch.ones)  # upstream gradients, which a training step has before it calls the loss's backward
 
 
@@ -110,10 +108,6 @@ class Provider:
 
         return through_autograd(losses_of, reduces_hidden=self.reduces_hidden)
 
-    @property
-    def version(self) -> str:
-        return version_of(self.distribution, self.module.partition(".")[0])
-
 
 def version_of(package: str, module: str) -> str:
     """Return the version of an installed package; of one that is only sources on the path, what they say, or "source".
@@ -147,16 +141,16 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
     """Every row of a case; each is followed by the same call of the checkout ``baseline``, which may have none."""
     found, other = [], None if baseline is None else baseline_package(baseline).__name__
     for name, row in rows_of(case).items():
+
+        def step(package: Any, row: Row = row) -> Step:
+            return through_autograd(lambda inputs, reduction, group: called(row, package, inputs, group))
+
         is_whole = not row.options.get("sequence_parallel")
         made = partial(_linear if case.is_head else _logits, returns=row, is_step=True, is_whole=is_whole)
-        found.append(made(name, partial(_row_step, row), baseline=other and name + cases.BASELINE))
+        found.append(made(name, step, baseline=other and name + cases.BASELINE))
         if other is not None:
-            found.append(made(name + cases.BASELINE, partial(_row_step, row), module=other))
+            found.append(made(name + cases.BASELINE, step, module=other))
     return found
-
-
-def _row_step(row: Row, package: Any) -> Step:
-    return through_autograd(lambda inputs, reduction, group: called(row, package, inputs, group))
 
 
 def _over_logits(gradient: str) -> Callable[[Any], LossOf]:
@@ -241,5 +235,4 @@ PROVIDERS: tuple[Provider, ...] = (
     _quack_head("quack-kernels", peers.quack_linear),
     _quack_head("quack-kernels (base)", partial(peers.quack_linear, use_scaled_exp=False), only="mean"),
     _flas("fla-core", peers.fla_linear, FLA_LINEAR, takes="head", only="mean"),
-    _head("trl", peers.trl_linear, "trl.trainer.utils", "trl", of_several=False),
 )
