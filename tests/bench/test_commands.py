@@ -1,8 +1,6 @@
 """``scripts/bench.py`` from end to end on the CPU: a small run of its commands, what it refuses, and its profile."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, TRITON, document
 
 import bench  # isort: skip
-from bench_lib import calls, cases, clock, documents, providers, tables  # isort: skip
+from bench_lib import calls, cases, clock, documents, tables  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -60,12 +58,6 @@ def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, c
     assert all(len(results[name]["over_baseline"]) == 3 for name in expected)
     assert calls.baseline_package(SCRIPTS.parent).__name__ == f"baseline_{OURS}"
     assert "| call | time / baseline | eager |" in capsys.readouterr().out
-
-
-def test_objective(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "OBJECTIVE_PROVIDERS", ())  # those that are here compile for long
-    (results,) = documents.results_by_case(run(tmp_path, "objective", "--shape", "8x100x8")).values()
-    assert list(results) == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
 
 
 def test_modes_of_a_cpu_are_measured_and_the_slower_one_is_an_error(tmp_path, capsys, monkeypatch):
@@ -134,13 +126,6 @@ def test_a_page_has_documents_of_steps_that_ended(tmp_path, capsys, monkeypatch)
         bench.main(["page", "nothing"])
 
 
-def test_a_step_that_fails_or_takes_too_long_says_why():
-    assert bench.ended([sys.executable, "-c", "print(1)"], os.environ, 60) is None
-    assert bench.ended([sys.executable, "-c", "raise SystemExit(3)"], os.environ, 60) == "exit status 3"
-    assert bench.ended([sys.executable, "-c", "input()"], os.environ, 0) == "no time is left"
-    assert bench.ended([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, 1) == "it took too long"
-
-
 def test_cases_are_a_tables_a_commands_or_those_named():
     assert len(cases.cases_of("table", 1)) == 11 and len(cases.cases_of("table", 1, reduction="mean")) == 4
     assert {case.vocabulary for case in cases.cases_of("options", 2)} == {128256, 64128, 32064, 151936}
@@ -171,11 +156,3 @@ def test_a_profile_tells_hidden_from_exposed_communication():
     # From 150 to 155 neither a matmul nor a loss runs beside the all_gather.
     assert summary["nccl_exposed"] == 5 and summary["nccl_overlapped"] == 15
     assert summary["by_category"] == {"nccl": 20, "matmul": 50, "loss": 15, "other": 10}
-
-
-@pytest.mark.parametrize("command", bench.DEFAULT_PROVIDERS)
-def test_the_default_providers_of_a_command_are_known(command):
-    (case, *_) = cases.cases_of(command, 1)
-    names = bench.DEFAULT_PROVIDERS[command]
-    found = providers.chosen(names, bench.known_providers(command, case, None))
-    assert {provider.name for provider in found} == set(names.split(","))

@@ -180,36 +180,6 @@ def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, 
     assert set(report.calls) <= set(report.left)
 
 
-@pytest.mark.reference
-def test_install_twice_is_once_and_uninstall_restores():
-    fused.uninstall()
-    first = fused.install()
-    replaced = {name: getattr(utils, name) for name in OWN_NAMES}
-    assert first.installed and not set(replaced.values()) & set(OWN_NAMES.values())
-    assert fused.install() == first and {name: getattr(utils, name) for name in OWN_NAMES} == replaced
-    fused.uninstall()
-    with fused.installed() as second:
-        assert second == first
-    assert {name: getattr(utils, name) for name in OWN_NAMES} == OWN_NAMES and not fused.report().installed
-
-
-@pytest.mark.reference
-def test_what_something_else_replaced_is_not_undone(monkeypatch):
-    fused.install()
-    with monkeypatch.context() as patch:
-        patch.setattr(utils, "_ChunkedLogProbFunction", OWN_CORE)
-        with pytest.raises(RuntimeError, match=r"trl\.trainer\.utils\._ChunkedLogProbFunction: something else"):
-            fused.uninstall()
-
-
-@pytest.mark.reference
-def test_another_fused_head_is_refused(monkeypatch):
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", torch.autograd.Function)
-    with pytest.raises(ValueError, match=r"trl: expected the fused head of TRL 1\.16, got another in TRL 1\."):
-        fused.install()
-    assert not fused.report().installed
-
-
 def _model(dtype=torch.float32, **config):
     torch.manual_seed(0)
     sizes = {"vocab_size": len(WORDS) + 3, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
