@@ -152,61 +152,6 @@ def test_a_view_that_shares_memory_sees_what_is_written_and_a_product_does_not()
     assert_equal(found, expected, rtol=1e-7)
 
 
-class Double(torch.autograd.Function):
-    """An operation that sees no override: C++ takes the tensor."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return 2 * logits
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-class TripleOfClone(Double):
-    @staticmethod
-    def forward(ctx, logits):
-        return logits.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * grad
-
-
-def loss_of(logits, labels):
-    return F.cross_entropy((2 * torch.tanh(logits)).view(-1, V), labels.view(-1))
-
-
-def checkpointed(logits, labels):
-    loss = checkpoint(loss_of, logits, labels, use_reentrant=False)
-    assert logits.argmax(-1).shape == labels.shape  # looked at before the checkpoint runs again
-    return loss
-
-
-BEHIND_OVERRIDES = {
-    "a Function": lambda z, y: F.cross_entropy(Double.apply(z.view(-1, V)), y.view(-1)),
-    "a Function that clones": lambda z, y: F.cross_entropy(TripleOfClone.apply(z.view(-1, V)), y.view(-1)),
-    "a checkpoint": checkpointed,
-    "a checkpoint of a loss of its own": lambda z, y: checkpoint(
-        torch.logsumexp, z.tanh(), 0, use_reentrant=False
-    ).sum(),
-    "a reentrant checkpoint": lambda z, y: checkpoint(loss_of, z, y, use_reentrant=True),
-}
-
-
-@pytest.mark.parametrize("name", BEHIND_OVERRIDES)
-def test_what_hides_the_logits_from_overrides_is_differentiated(name):
-    found = []
-    for lazy in (True, False):
-        hidden, weight, labels = inputs(scale=0.5)
-        logits = of(Recording(hidden, weight)) if lazy else F.linear(hidden, weight)
-        loss = BEHIND_OVERRIDES[name](logits, labels)
-        loss.backward()
-        found.append((loss, (hidden.grad, weight.grad)))
-    assert_equal(*found)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_logits_of_a_checkpoint_are_looked_at(use_reentrant):
     def model(hidden, weight, labels, lazy):

@@ -108,27 +108,6 @@ def test_the_chunked_loss_calls_ours_for_each_chunk():
     torch.testing.assert_close(found, (truth.detach(), leaf.grad, own.grad), check_dtype=False, rtol=1e-5, atol=1e-6)
 
 
-def _multi_token(logits, labels):
-    mtp = pytest.importorskip("torchtitan.models.deepseek_v3.mtp", exc_type=ImportError)  # PyTorch 2.11 lacks a name
-
-    leaves = [logits.clone().requires_grad_(), logits.flip(-1).clone().requires_grad_()]
-    positions = torch.arange(labels.shape[1]).expand(labels.shape)
-    loss, _ = mtp.MTPLoss.Config().build()(
-        [leaf * 1.0 for leaf in leaves], labels, torch.tensor(7.0), positions=positions
-    )
-    loss.backward()
-    return loss.detach(), *(leaf.grad for leaf in leaves)
-
-
-@pytest.mark.reference
-def test_the_loss_of_several_tokens_calls_ours_for_each():
-    expected = _multi_token(*_inputs(21))
-    with ours.installed():
-        found = _multi_token(*_inputs(21))
-        assert ours.report().calls == {"fused": 2}
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.reference
 def test_losses_that_are_built_meanwhile_are_torchtitans_own_again_afterwards():
     logits, labels = _inputs(21)

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma2ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedModel,
+)
 
 from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
 from tests.support.host.fresh import fresh_python
@@ -88,13 +95,26 @@ def test_other_options_are_refused_until_uninstall(llama):
         install(llama, chunk_size=8)
     uninstall(llama)
     assert install(llama, chunk_size=8).installed
-    with pytest.raises(TypeError, match="reduction"):
-        install(llama, reduction="sum")
-    with pytest.raises(ValueError, match="mechanism: expected one of lazy, rewrite, got 'eager'"):
-        install(llama, mechanism="eager")
-    for target in (nn.Linear(2, 2), nn.Linear, 3):
-        with pytest.raises(TypeError, match="target: expected a model of transformers, its class, or None, got"):
-            install(target)
+
+
+NO_MODEL = "target: expected a model of transformers, its class, or None, got"
+REFUSED = [
+    (LlamaForCausalLM, {"reduction": "sum"}, TypeError, "reduction"),
+    (LlamaForCausalLM, {"mechanism": "eager"}, ValueError, "mechanism: expected one of lazy, rewrite, got 'eager'"),
+    (LlamaForCausalLM, {"impl": "foo"}, ValueError, "impl"),
+    (LlamaForCausalLM, {"chunk_size": -1}, ValueError, "chunk_size"),
+    (LlamaForCausalLM, {"gradient": "x"}, ValueError, "gradient"),
+    *((target, {}, TypeError, NO_MODEL) for target in (nn.Linear(2, 2), nn.Linear, 3)),
+    (LlamaModel, {}, ValueError, "LlamaModel: its forward takes no labels, or its models"),
+    (LlamaForSequenceClassification, {}, ValueError, "LlamaForSequenceClassification: its forward takes no labels, or"),
+]
+
+
+@pytest.mark.parametrize(("target", "options", "error", "message"), REFUSED)
+def test_what_install_refuses(target, options, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        install(target, **options)
+    assert not report().installed
 
 
 def loss_of_something_else(self, input_ids=None, labels=None, **kwargs):
@@ -309,14 +329,6 @@ def test_inference_is_equal_bit_for_bit(cls):
     assert all(map(torch.equal, outcomes(), expected))
     torch.testing.assert_close(loss[1], loss[0], rtol=1e-5, atol=0.0)
     assert audit(model) == FUSED | {"logits made after the call": 1}  # the others had no labels
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(llama, reentrant):
-    llama.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        llama.enable_input_require_grads()
-    assert same_step(llama) == FUSED
 
 
 def test_two_backwards_need_a_gradient_that_is_computed_in_backward(llama):

@@ -5,6 +5,7 @@ Each step is compared with the same model's before install(): loss, every gradie
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,17 +44,6 @@ def test_labels_that_count_are_counted_in_training_alone(llama, monkeypatch, own
     assert told == [own.get("valid_tokens", "count"), own.get("valid_tokens")]
 
 
-@pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel])
-@pytest.mark.parametrize("tied", [False, True])
-def test_heads_tied_and_untied(cls, tied):
-    model = tiny_model(cls)
-    if not tied:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    else:
-        model.lm_head.weight = model.get_input_embeddings().weight
-    assert same_step(model) == FUSED
-
-
 def test_a_loss_without_the_softcap_would_be_seen():
     model = tiny_model(Gemma2ForCausalLM)
     inputs = tiny_inputs(model)
@@ -62,26 +52,6 @@ def test_a_loss_without_the_softcap_would_be_seen():
     assert differs(step(model, inputs), expected) == "other logits"
     other = step(model, inputs).loss
     assert not torch.allclose(other, expected.loss, rtol=0.1)
-
-
-def replace_head(model):
-    model.set_output_embeddings(nn.Linear(64, 99, bias=True))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("change", [replace_head, lambda model: model.resize_token_embeddings(120)])
-def test_a_replaced_head_is_the_one_that_is_used(llama, when, change):
-    if when == "after":
-        install(llama)
-    torch.manual_seed(0)
-    change(llama)
-    if when == "before":
-        install(llama)
-    found = own_step(llama, tiny_inputs(llama))
-    head = llama.get_output_embeddings()
-    assert calls_of(llama) == FUSED and head.weight.grad.shape == head.weight.shape and head.weight.grad.any()
-    uninstall()
-    assert differs(found, step(llama, tiny_inputs(llama))) is None
 
 
 class QuantisedLinear(nn.Linear):
@@ -107,8 +77,12 @@ class Doubled(nn.Module):
         return 2.0 * weight
 
 
-def quantise(model):
-    model.lm_head = QuantisedLinear(64, 99, bias=False)
+def tie(model):
+    model.lm_head.weight = model.get_input_embeddings().weight
+
+
+def untie(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
 
 def quantise_weight(model):
@@ -119,50 +93,82 @@ def patch_head_forward(model):
     model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight) * 0.5
 
 
-def compile_head(model):
-    model.lm_head.compile(backend="eager")
+def reentrant(model):
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
 
 
-ODD_HEADS = {
-    "not an nn.Linear": quantise,
-    "ScaledWeight": quantise_weight,
-    "ParametrizedLinear": lambda model: parametrize.register_parametrization(model.lm_head, "weight", Doubled()),
-    "the head has hooks": lambda model: model.lm_head.register_forward_hook(lambda head, args, logits: 0.5 * logits),
-    "the head has hooks ": lambda model: model.lm_head.register_forward_pre_hook(lambda head, args: (args[0] * 0.5,)),
-    "backward hooks": lambda model: model.lm_head.register_full_backward_hook(lambda head, grads, _: (grads[0] * 2,)),
-    "replaced the head's forward": patch_head_forward,
-    "compiled": compile_head,
+def hook_of_all_modules(model):
+    hook = nn.modules.module.register_module_forward_hook
+    return hook(lambda module, args, output: output / 2 if module is model.lm_head else None)
+
+
+def other_linear(model):
+    """Another forward of every nn.Linear."""
+    own = nn.Linear.forward
+    nn.Linear.forward = lambda self, hidden: own(self, hidden) * 0.9
+    return SimpleNamespace(remove=lambda: setattr(nn.Linear, "forward", own))
+
+
+Llama, Gemma, GPT = LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel
+# A model, how it is changed, and why it is not fused then; None: it is. What is returned undoes it.
+CHANGES = {
+    **{
+        f"{change.__name__} {cls.__name__}": (cls, change, None)
+        for cls in (Llama, Gemma, GPT)
+        for change in (tie, untie)
+    },
+    "another head": (Llama, lambda m: m.set_output_embeddings(nn.Linear(64, 99, bias=True)), None),
+    "resized": (Llama, lambda m: m.resize_token_embeddings(120), None),
+    "frozen": (Llama, lambda m: m.lm_head.weight.requires_grad_(False), None),
+    "checkpointing": (Llama, lambda m: m.train().gradient_checkpointing_enable({"use_reentrant": False}), None),
+    "reentrant checkpointing": (Llama, reentrant, None),
+    "no nn.Linear": (Llama, lambda m: setattr(m, "lm_head", QuantisedLinear(64, 99, bias=False)), "not an nn.Linear"),
+    "scaled weight": (Llama, quantise_weight, "ScaledWeight"),
+    "parametrised": (
+        Llama,
+        lambda m: parametrize.register_parametrization(m.lm_head, "weight", Doubled()) and None,
+        "ParametrizedLinear",
+    ),
+    "hook": (Llama, lambda m: m.lm_head.register_forward_hook(lambda head, args, logits: 0.5 * logits), "has hooks"),
+    "pre-hook": (Llama, lambda m: m.lm_head.register_forward_pre_hook(lambda head, args: (args[0] / 2,)), "has hooks"),
+    "backward hook": (
+        Llama,
+        lambda m: m.lm_head.register_full_backward_hook(lambda head, grads, _: (grads[0] * 2,)),
+        "backward hooks",
+    ),
+    "patched": (Llama, patch_head_forward, "replaced the head's forward"),
+    "compiled": (Llama, lambda m: m.lm_head.compile(backend="eager"), "compiled"),
+    "hook of all modules": (Llama, hook_of_all_modules, "hooks of all modules"),
+    "another nn.Linear": (Llama, other_linear, "forward"),
 }
 
 
-@pytest.mark.parametrize("reason", ODD_HEADS)
+@pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_odd_head_keeps_its_logits_and_says_why_once(llama, reason, when, caplog):
+def test_a_changed_model_is_fused_or_keeps_its_logits_and_says_why_once(name, when, caplog):
     caplog.set_level(logging.WARNING, logger="vocab_parallel_ce")
+    cls, change, reason = CHANGES[name]
+    model = tiny_model(cls)
     if when == "after":
-        install(llama)
-    ODD_HEADS[reason](llama)
-    if when == "before":
-        install(llama)
-    inputs = tiny_inputs(llama)
-    found = [own_step(llama, inputs) for _ in range(3)]
-    ((why, count),) = calls_of(llama).items()
-    assert reason.strip() in why and count == 3
-    uninstall()
-    expected = step(llama, inputs)
+        install(model)
+    torch.manual_seed(0)
+    undo = change(model)
+    try:
+        if when == "before":
+            install(model)
+        inputs = tiny_inputs(model)
+        found = [own_step(model, inputs) for _ in range(3)]
+        ((why, count),) = calls_of(model).items()
+        uninstall()
+        expected = step(model, inputs)
+    finally:
+        if hasattr(undo, "remove"):
+            undo.remove()
+    assert count == 3 and (why == "fused" if reason is None else reason in why)
     assert [differs(each, expected) for each in found] == [None] * 3
     said = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
-    assert len(said) == 1 and why in said[0] and "LlamaForCausalLM" in said[0]
-
-
-def freeze(model):
-    model.lm_head.weight.requires_grad_(False)
-
-
-def test_a_frozen_head_gets_no_gradient(llama):
-    freeze(llama)
-    assert same_step(llama) == FUSED
-    assert llama.lm_head.weight.grad is None
+    assert len(said) == (reason is not None) and all(why in line and cls.__name__ in line for line in said)
 
 
 # PEFT and accelerate

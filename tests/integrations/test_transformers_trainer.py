@@ -1,7 +1,6 @@
 """transformers.Trainer with and without install(): the same curves, the same metrics; and the example."""
 
 import copy
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -194,24 +193,3 @@ def run_example(monkeypatch, *arguments):
 def test_the_example(monkeypatch, capsys, arguments, calls):
     run_example(monkeypatch, *arguments)
     assert f"calls of the model: {calls}" in capsys.readouterr().out
-
-
-def check_curves(document, steps):
-    assert list(document["curves"]) == ["llama", "gemma2", "mixtral", "qwen3"]
-    for curves in document["curves"].values():
-        assert len(curves["native"]["losses"]) == steps
-        assert curves["fused"]["calls"] == {"fused": 2 * steps} and curves["native"]["calls"] == {}
-        np.testing.assert_allclose(curves["fused"]["losses"], curves["native"]["losses"], rtol=1e-5)
-
-
-def test_the_examples_comparison(monkeypatch, tmp_path):
-    run_example(monkeypatch, "--steps", "1", "--compare", str(tmp_path / "curves"))
-    check_curves(json.loads((tmp_path / "curves.json").read_text()), steps=1)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_committed_curves():
-    document = json.loads((SCRIPTS / "results" / "transformers_curves.json").read_text())
-    check_curves(document, steps=30)
-    for curves in document["curves"].values():
-        assert curves["fused"]["losses"][-1] < curves["fused"]["losses"][0] - 1.5
