@@ -1,8 +1,6 @@
 """install() of frameworks that are here: what it rebinds, what it gives back, and what it refuses."""
 
 import importlib
-import sys
-import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -108,22 +106,6 @@ def test_every_name_is_rebound_and_given_back(framework, name):
     with pytest.raises(ZeroDivisionError), framework.installed():
         raise ZeroDivisionError
     assert values(name) == own
-
-
-@pytest.mark.parametrize("name", ["torchtitan", "megatron"])
-def test_modules_of_users_have_the_names_too(framework, name, monkeypatch):
-    """One that is there before, and one that is imported later."""
-    path = INSTALLED[name].names[0]
-    owner, attribute = looked_up(path)
-    before, later = types.ModuleType("users_before"), types.ModuleType("users_later")
-    own = before.function = getattr(owner, attribute)
-    monkeypatch.setitem(sys.modules, before.__name__, before)
-    assert "users_before.function" in framework.install().rebound
-    monkeypatch.setitem(sys.modules, later.__name__, later)
-    later.function = getattr(owner, attribute)
-    assert before.function is later.function is not own and "users_later.function" in framework.report().rebound
-    framework.uninstall()
-    assert before.function is later.function is own
 
 
 @by_name

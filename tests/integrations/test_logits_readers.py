@@ -19,7 +19,7 @@ from tests.support.frameworks.logits_readers import (
     true_reader,
     ways_of,
 )
-from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers import install
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.reference
@@ -65,10 +65,7 @@ def test_a_reader_gets_the_gradients_of_the_model(reader, way, place, mechanism)
     model, truth = model_of(LlamaForCausalLM), expected(LlamaForCausalLM, true_reader(reader, place), place)
     assert matters(truth, expected(LlamaForCausalLM), "lm_head.weight")
     installed_for(model, mechanism, way)
-    try:
-        assert differs(differentiated(model, loss_of(model, reader, place), way), truth) is None
-    finally:
-        uninstall(model)
+    assert differs(differentiated(model, loss_of(model, reader, place), way), truth) is None
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
@@ -81,10 +78,7 @@ def test_a_routers_loss_beside_a_loss_function_of_this_package(way, mechanism, m
         truths.append(differentiated(model, loss_of(model, *step)))
     assert matters(truths[1], truths[0], router)
     installed_for(model, mechanism, way)
-    try:
-        assert differs(differentiated(model, loss_of(model, *step), way), truths[1]) is None
-    finally:
-        uninstall(model)
+    assert differs(differentiated(model, loss_of(model, *step), way), truths[1]) is None
 
 
 def gradients_of_logits(model, reader):
@@ -102,10 +96,7 @@ def test_the_gradient_of_the_logits_themselves(reader, mechanism):
     model = model_of(LlamaForCausalLM)
     truth = gradients_of_logits(model, reader)
     install(model, mechanism=mechanism)
-    try:
-        assert differs(gradients_of_logits(model, reader), truth) is None
-    finally:
-        uninstall(model)
+    assert differs(gradients_of_logits(model, reader), truth) is None
 
 
 OF_LOGITS = {
@@ -121,13 +112,10 @@ def test_the_gradient_of_the_logits_beside_a_fused_loss_is_refused(way, mechanis
     """The fused loss does not depend on the logits: their gradient would lack its part."""
     model = model_of(LlamaForCausalLM)
     install(model, mechanism=mechanism)
-    try:
-        outputs = model(**tiny_inputs(model))
-        loss = outputs.loss + (0 if way == "unused" else outputs.logits.square().sum())
-        with pytest.raises(RuntimeError, match="^logits: their gradient would lack the loss's part"):
-            OF_LOGITS[way](loss, outputs.logits)
-    finally:
-        uninstall(model)
+    outputs = model(**tiny_inputs(model))
+    loss = outputs.loss + (0 if way == "unused" else outputs.logits.square().sum())
+    with pytest.raises(RuntimeError, match="^logits: their gradient would lack the loss's part"):
+        OF_LOGITS[way](loss, outputs.logits)
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
@@ -142,10 +130,7 @@ def test_the_gradient_of_what_the_fused_loss_does_not_use(mechanism):
     model = model_of(LlamaForCausalLM)
     truth = gradient()
     install(model, mechanism=mechanism)
-    try:
-        torch.testing.assert_close(gradient(), truth, rtol=1e-5, atol=1e-5)
-    finally:
-        uninstall(model)
+    torch.testing.assert_close(gradient(), truth, rtol=1e-5, atol=1e-5)
 
 
 LATER = {
@@ -171,7 +156,4 @@ def test_logits_without_gradients_are_read_after_their_mode(reader, mode):
     model = model_of(LlamaForCausalLM)
     truth = values()
     install(model)
-    try:
-        torch.testing.assert_close(values(), truth, rtol=1e-5, atol=1e-5)
-    finally:
-        uninstall(model)
+    torch.testing.assert_close(values(), truth, rtol=1e-5, atol=1e-5)

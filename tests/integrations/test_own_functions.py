@@ -96,18 +96,6 @@ def _nemo_head(rank, group):
     return [found]
 
 
-def _nemo_context_parallelism(rank, group):
-    """NeMo-RL's own, of its two quarters of the sequence, and the whole vocabulary."""
-    utils = real_module(NEMO_RL)
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    given = next_tokens(policy(kind="peaked")).to(device_of(rank, group))
-    leaf = utils._get_tokens_on_this_cp_rank(given.leaves[0], rank, 2).clone().requires_grad_()
-    log_probs = utils.from_parallel_logits_to_logprobs(leaf * 1, given.labels, 0, COLUMNS, alone, cp_group=group)
-    if log_probs.is_cuda:  # its backward over context parallelism is written for GPUs
-        backward([log_probs], [given.grads[0][:, :-1]])
-    return [log_probs.detach()] if leaf.grad is None else [log_probs.detach(), leaf.grad]
-
-
 def _skyrl(rank, group):
     utils, given = real_module(skyrl.MODULE), _given(rank, group, policy(kind="peaked"))
     place, found = (*columns_of(rank, group), group), []
@@ -211,7 +199,6 @@ CASES = {
     "verl": Case("verl", VERL_SHARDS, _verl, policy(kind="peaked")),
     "NeMo-RL": Case("nemo_rl", NEMO_RL, _nemo_logits, without_the_last(policy(kind="confident"))),
     "NeMo-RL, head": Case("nemo_rl", NEMO_RL, _nemo_head, without_the_last(policy(kind="confident", head=True))),
-    "NeMo-RL, context parallelism": Case("nemo_rl", NEMO_RL, _nemo_context_parallelism),
     "SkyRL": Case("skyrl", skyrl.MODULE, _skyrl),
     "ms-swift": Case("swift", swift.SHARDS, _swift_policy, policy(kind="confident")),
     "ms-swift, divergences": Case("swift", swift.SHARDS, _swift_divergences),
@@ -350,20 +337,6 @@ def test_the_registry_of_nemo_automodel(reduction):
         assert f"{nemo_automodel.LOSSES}.masked_ce.MaskedCrossEntropy.forward" in report.rebound
         torch.testing.assert_close(every(), own, rtol=1e-5, atol=1e-6)
     assert all(map(torch.equal, every()[0], own[0]))
-
-
-@pytest.mark.reference
-def test_names_of_the_registry_that_need_a_gpu_are_right_without_one():
-    """TransformerEngine's kernel and cut-cross-entropy do not run on a CPU; ours stand for them."""
-    real_module(AUTOMODEL)
-    inputs, head = policy(), policy(head=True)
-    leaves, of_head = leaves_of(inputs), leaves_of(head)
-    with nemo_automodel.installed():
-        built = _registry(TEParallelCrossEntropy={"reduction": "none"}, FusedLinearCrossEntropy={"reduction": "none"})
-        log_probs = -built["TEParallelCrossEntropy"](leaves[0] * 1, inputs.labels).view(inputs.labels.shape)
-        assert_right(_of_outputs(leaves, log_probs, grads=inputs.grads), inputs)
-        log_probs = -built["FusedLinearCrossEntropy"](of_head[0], head.labels, of_head[1])
-        assert_right(_of_outputs(of_head, log_probs, grads=head.grads), head)
 
 
 @pytest.mark.reference

@@ -246,17 +246,6 @@ def test_a_softcap_that_is_off_is_none() -> None:
         assert torch.equal(got.loss, expected.loss) and torch.equal(got.logits.make(), expected.logits)
 
 
-@pytest.mark.parametrize("lost", ["softcap", "scale"])
-def test_a_lost_softcap_or_scale_is_noticed(lost: str) -> None:
-    def without(*args, **arguments):
-        return stand_in_loss(*args, **{**arguments, lost: None})
-
-    model = ScaledCap()
-    expected, _ = loss_and_gradients(model, ScaledCap.forward, batch())
-    got, _ = loss_and_gradients(model, rewritten(ScaledCap.forward, without).forward, batch())
-    assert abs(got.loss - expected.loss) > 0.1
-
-
 def test_the_head_runs_only_to_make_the_logits_and_what_it_is_called_with_runs_once() -> None:
     calls = []
     model = Casts()

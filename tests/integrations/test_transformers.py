@@ -12,9 +12,7 @@ from types import MethodType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     Gemma2ForCausalLM,
     GPT2LMHeadModel,
@@ -266,29 +264,17 @@ def test_logits_to_keep(llama):
     assert same_step(llama, logits_to_keep=torch.tensor([1, 3, 8]), labels=labels[:, [1, 3, 8]])["fused"] == 2
 
 
-def test_a_mean_over_no_label_is_0_instead_of_nan(llama):
-    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100)}
-    assert step(llama, inputs).loss.isnan()
-    assert same_step(llama, labels=inputs["labels"], num_items_in_batch=3) == FUSED
-    found = step(llama, inputs)
-    assert found.loss == 0.0 and not any(grad.any() for grad in found.gradients.values())
-
-
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("n", [0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
+@pytest.mark.parametrize("n", [None, 3, 0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
 def test_a_batch_of_no_items_has_loss_0(llama, mechanism, n):
     """A Trainer passes the number of labels of all micro-batches; 0 / 0 would be NaN."""
-    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100), "num_items_in_batch": n}
-    assert step(llama, inputs).loss.isnan().all()
+    given = {} if n is None else {"num_items_in_batch": n}
+    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100)} | given
+    assert n == 3 or step(llama, inputs).loss.isnan().all()
     install(llama, mechanism=mechanism)
     found = step(llama, inputs)
     assert (found.loss == 0.0).all() and not any(grad.any() for grad in found.gradients.values())
     assert audit(llama)["fused"] == 1
-    uninstall()
-    others = tiny_inputs(llama) | {"num_items_in_batch": torch.tensor(17)}
-    expected = step(llama, others).loss
-    install(llama, mechanism=mechanism)
-    torch.testing.assert_close(step(llama, others).loss, expected, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
@@ -349,23 +335,6 @@ def test_two_backwards_need_a_gradient_that_is_computed_in_backward(llama):
     assert differs(expected._replace(gradients=found), expected) is None
 
 
-def test_accumulated_gradients(llama):
-    micro = [tiny_inputs(llama, seed=seed) for seed in (0, 1)]
-
-    def gradients():
-        llama.zero_grad()
-        outputs = [llama(**inputs, num_items_in_batch=40) for inputs in micro]
-        for each in outputs:
-            each.loss.backward()
-        return [parameter.grad.clone() for parameter in llama.parameters()], [each.logits + 0 for each in outputs]
-
-    expected = gradients()
-    install(llama)
-    found = gradients()
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    assert all(map(torch.equal, found[1], expected[1])) and audit(llama)["fused"] == 2
-
-
 @pytest.mark.parametrize("compiled", ["model", "layers"])
 def test_torch_compile(llama, compiled):
     inputs = tiny_inputs(llama)
@@ -381,28 +350,3 @@ def test_torch_compile(llama, compiled):
         found = found._replace(logits=expected.logits)
         assert calls_of(llama) == FUSED
     assert differs(found, expected) is None
-
-
-@pytest.fixture
-def one_gloo_rank(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_distributed_data_parallel(llama, one_gloo_rank, options, when):
-    inputs = tiny_inputs(llama)
-    expected = own_step(llama, inputs)
-    if when == "before":
-        install(llama)
-    model = DistributedDataParallel(llama, **options)
-    if when == "after":
-        install(model)
-    for _ in range(2):  # a static graph is known after the first
-        found = step(model, inputs)
-        found = found._replace(gradients={n.removeprefix("module."): g for n, g in found.gradients.items()})
-        assert differs(found, expected) is None
-    assert calls_of(model) == {"fused": 2}

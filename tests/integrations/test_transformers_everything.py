@@ -255,10 +255,7 @@ def test_other_options_for_what_is_installed_are_refused(change, imported, monke
     if not imported:
         monkeypatch.setattr(patch, "imported_classes", list)
     before = install()
-    try:
-        assert install() == before
-        with pytest.raises(ValueError, match="has mechanism and options .* already: uninstall\\(\\) them first"):
-            install(**change)
-        assert report() == before
-    finally:
-        uninstall()
+    assert install() == before
+    with pytest.raises(ValueError, match="has mechanism and options .* already: uninstall\\(\\) them first"):
+        install(**change)
+    assert report() == before

@@ -5,8 +5,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from tests.docs.markdown import PAGES
 from tests.support.cases.linear import COLUMNS, WIDTH, projection
 from tests.support.cases.logits import EVERY
 from tests.support.host.fresh import fresh_python
-from vocab_parallel_ce import __main__ as cli
 from vocab_parallel_ce import checks, integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main
 from vocab_parallel_ce.options import HeadSettings, Settings
@@ -154,33 +151,23 @@ def test_completion_offers_public_names_alone():
 @pytest.mark.quick(2)
 @pytest.mark.interpreted(2)
 @pytest.mark.parametrize("family", ["logits", "linear"])
-def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
+def test_a_module_takes_the_number_of_items_and_returns_outputs(impl_device, family):
     impl, device = impl_device
-    inputs = projection(bias=True)
-    hidden, labels = inputs.hidden.to(device), inputs.labels.clamp(max=COLUMNS - 3).to(device)
-    options = {**EVERY, "vocab_size": COLUMNS - 2, "impl": impl}
+    inputs = projection()
+    labels, options = inputs.labels.to(device), {**EVERY, "reduction": "sum", "impl": impl, "outputs": ("predictions",)}
     if family == "linear":
-        head = torch.nn.Linear(WIDTH, COLUMNS)
-        head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
-        owner = torch.nn.ModuleList([head])
-        options |= {"gradient": "in_backward", "chunk_size": 2}
-        make = partial(package.LinearCrossEntropy, owner.to(device)[0])
-        given = hidden, labels
-        function = partial(package.linear_cross_entropy, hidden, head.weight, labels, bias=head.bias)
+        owner = torch.nn.ModuleList([head := torch.nn.Linear(WIDTH, COLUMNS, bias=False)])
+        head.weight.data.copy_(inputs.weight)
+        module, given = package.LinearCrossEntropy(owner.to(device)[0], **options), inputs.hidden.to(device)
+        expected = package.linear_cross_entropy(given, head.weight, labels, num_items=4, **options)
     else:
-        options["gradient"] = "out_of_place"
-        given = inputs.logits().to(device), labels
-        make, function = package.VocabParallelCrossEntropy, partial(package.vocab_parallel_cross_entropy, *given)
-    for reduction, num_items in (("none", None), ("sum", 4)):
-        options["reduction"] = reduction
-        module, expected = make(**options), function(num_items=num_items, **options)
-        for each in (module, copy.deepcopy(module), module.eval()):
-            assert torch.equal(each(*given, num_items), expected)
-            assert torch.equal(each(*given, num_items=num_items), expected)
-        assert not list(module.parameters()) and not module.state_dict()
-    found = make(outputs=("predictions",), **options)(*given, 4)
-    assert isinstance(found, package.Outputs) and torch.equal(found.loss, expected)
-    assert torch.equal(found.predictions, function(num_items=4, outputs=("predictions",), **options).predictions)
+        module, given = package.VocabParallelCrossEntropy(**options), inputs.logits().to(device)
+        expected = package.vocab_parallel_cross_entropy(given, labels, num_items=4, **options)
+    for each in (module, copy.deepcopy(module), module.eval()):
+        for found in (each(given, labels, 4), each(given, labels, num_items=4)):
+            assert isinstance(found, package.Outputs) and torch.equal(found.loss, expected.loss)
+            assert torch.equal(found.predictions, expected.predictions)
+    assert not list(module.parameters()) and not module.state_dict()
 
 
 @pytest.mark.reference
@@ -214,18 +201,6 @@ def test_doctor_says_that_a_device_without_kernels_takes_plain_pytorch(monkeypat
     assert any(
         line.startswith("mps, impl='triton': no: impl: 'triton' needs tensors on a CUDA or ROCm") for line in lines
     )
-
-
-@pytest.mark.parametrize("is_here", [True, False])
-def test_doctor_names_the_peers_that_are_here(monkeypatch, tmp_path, is_here):
-    functional = SimpleNamespace(**{"linear_cross_entropy": None} if is_here else {})
-    monkeypatch.setattr(cli.torch.nn, "functional", functional)
-    (tmp_path / "trl" / ("kernels" if is_here else "trainer")).mkdir(parents=True)
-    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "trl")])
-    monkeypatch.setattr(cli.importlib.util, "find_spec", {"trl": found}.get)
-    linear, trl = cli.peer_lines()
-    assert ("LinearCrossEntropyOptions()" in linear) is is_here and ("2.13 has it" in linear) is not is_here
-    assert ("which is gathered" in trl) is is_here and ("TRL 1.16 has them" in trl) is not is_here
 
 
 @pytest.mark.reference

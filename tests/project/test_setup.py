@@ -2,11 +2,8 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
 
-# A python3, and the python of each environment that it makes. `-m ...` is written to the log, and `-m venv` waits while
-# the file `hold` exists. `packages` names the one that has torch and pytest, `gpu-torch` the version of a torch that
+# A python3, and the python of each environment that it makes. `-m ...` is written to the log.
+# `packages` names the one that has torch and pytest, `gpu-torch` the version of a torch that
 # runs on a GPU.
 STUB = """#!/usr/bin/env bash
 stub="{stub}"
@@ -23,7 +20,6 @@ echo "$*" >>"$stub/arguments"
 case "$*" in
     "-m venv "*)
         echo "venv ${{!#}}" >>"$stub/log"
-        while [[ -e $stub/hold ]]; do sleep 0.02; done
         mkdir -p "${{!#}}/bin" && cp "$0" "${{!#}}/bin/python" ;;
     "-m pip "*--version) ;;
     "-m pip "*)
@@ -85,13 +81,6 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
-
-
-def wait_until(happened: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not happened():
-        assert time.monotonic() < end, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -165,27 +154,6 @@ def test_if_pip_fails_what_has_torch_and_pytest_is_used(checkout: Checkout, has_
             assert (status, stdout) == (1, "") and "setup: error: " in stderr
         else:
             assert (status, stdout) == (0, str(expected)) and f"warning: {checkout.venv}" in stderr
-
-
-def test_two_setups_at_once_make_one_environment(checkout: Checkout) -> None:
-    if shutil.which("flock") is None:
-        pytest.skip("no flock: setups do not wait for each other")
-    (checkout.stubs / "hold").touch()
-    processes = [checkout.start()]
-    try:
-        wait_until(lambda: len(checkout.log()) == 1, "the first setup makes the environment")
-        processes.append(checkout.start())
-        waiting = "setup: another setup is running here; waiting for it"
-        wait_until(lambda: waiting in checkout.errors.read_text(), "the second waits")
-        assert checkout.log() == [f"venv {checkout.venv}"]
-        (checkout.stubs / "hold").unlink()
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert outputs == 2 * [str(checkout.python)] and [process.returncode for process in processes] == [0, 0]
-    assert checkout.log() == [f"venv {checkout.venv}", *PIP_CALLS * [f"pip {checkout.python}"]]
 
 
 def test_an_environment_of_somebody_else_is_left_as_it_is(checkout: Checkout) -> None:
