@@ -15,23 +15,7 @@ import torch.nn.functional as F
 from tests.support.cases import soft
 from tests.support.cases.inputs import DTYPES, batch
 from tests.support.cases.logits import Results
-from tests.support.frameworks.rl import (
-    COLUMNS,
-    SEQUENCES,
-    WIDTH,
-    Found,
-    assert_right,
-    backward,
-    columns_of,
-    in_two_ranks,
-    leaves_of,
-    next_tokens,
-    on_devices,
-    policy,
-    shards,
-    whole,
-    without_the_last,
-)
+from tests.support.frameworks import rl
 from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import device_of
 from tests.support.truth.budget import assert_within_budget, of_sum_sq_probs
@@ -46,7 +30,7 @@ class Place(NamedTuple):
 
     group: Any = None
     start: int = 0
-    end: int = COLUMNS
+    end: int = rl.COLUMNS
 
 
 def automodel_module(**options):
@@ -91,7 +75,7 @@ def _nemo_core(z, y, on, *shape):
 
 def _next_tokens(z, y, on, padding=0):
     """Padding makes the logits longer. A temperature among the sampling parameters changes nothing, as in NeMo-RL."""
-    padded = torch.cat([z, z.new_full((SEQUENCES, padding, z.shape[-1]), 7.0)], dim=1)
+    padded = torch.cat([z, z.new_full((rl.SEQUENCES, padding, z.shape[-1]), 7.0)], dim=1)
     options = {"sampling_params": Sampling(temperature=T)}
     return F.pad(nemo_rl.from_parallel_logits_to_logprobs(padded, y, *on[1:], on.group, **options), (0, 1)), None
 
@@ -208,31 +192,31 @@ ON_RANKS = {
 
 def _found(drop_in, inputs, on):
     """What a call gets, and the bytes that it sends. It leaves its tensors, which the test holds, as they are."""
-    leaves = leaves_of(inputs)
+    leaves = rl.leaves_of(inputs)
     tensors = [leaf * 1 for leaf in leaves]
     with record_collectives() as collectives:
         outputs = drop_in.call(*tensors, inputs.labels, on)
         n_bytes = [call.nbytes for call in collectives]
         assert all(map(torch.equal, tensors, inputs.leaves))
-        backward(outputs, inputs.grads)
+        rl.backward(outputs, inputs.grads)
     assert all(map(torch.equal, tensors, inputs.leaves))
     assert drop_in.head or len(collectives) == len(n_bytes)
-    for name, output in zip(Found._fields, outputs, strict=False):
+    for name, output in zip(rl.Found._fields, outputs, strict=False):
         own = inputs.leaves[0].dtype if name in drop_in.own_dtype else torch.float32
         assert output is None or (output.dtype, output.shape) == (own, inputs.labels.shape)
     outputs = (None if output is None else output.detach() for output in outputs)
-    return Found(*outputs, tuple(leaf.grad for leaf in leaves)), n_bytes
+    return rl.Found(*outputs, tuple(leaf.grad for leaf in leaves)), n_bytes
 
 
-@on_devices
+@rl.on_devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_one_rank(monkeypatch, device, dtype, name):
     monkeypatch.setattr(swift, "tensor_parallel_group", lambda: None)
     drop_in = ON_ONE_RANK[name]
-    inputs = policy(dtype, drop_in.kind, head=drop_in.head, device=device)
+    inputs = rl.policy(dtype, drop_in.kind, head=drop_in.head, device=device)
     found, _ = _found(drop_in, inputs, Place())
-    assert_right(found, inputs, roundings=drop_in.roundings, temperature=drop_in.temperature)
+    rl.assert_right(found, inputs, roundings=drop_in.roundings, temperature=drop_in.temperature)
 
 
 def _in_rank(rank, group, name, inputs):
@@ -240,8 +224,8 @@ def _in_rank(rank, group, name, inputs):
     with pytest.MonkeyPatch.context() as patch:
         for module in OF_MEGATRON:
             patch.setattr(module, "tensor_parallel_group", lambda: group)
-        place = Place(group, *columns_of(rank, group))
-        found, n_bytes = _found(ON_RANKS[name], shards(inputs, rank, 2, device_of(rank, group)), place)
+        place = Place(group, *rl.columns_of(rank, group))
+        found, n_bytes = _found(ON_RANKS[name], rl.shards(inputs, rank, 2, device_of(rank, group)), place)
     if ON_RANKS[name].head:
         share = found.grads[0].clone()
         dist.all_reduce(found.grads[0], group=group)
@@ -251,50 +235,50 @@ def _in_rank(rank, group, name, inputs):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ON_RANKS)
-@in_two_ranks
+@rl.in_two_ranks
 def test_two_ranks(rank_pool, impl, name, dtype):
     drop_in = ON_RANKS[name]
-    inputs = truth = policy(dtype, drop_in.kind, head=drop_in.head)
+    inputs = truth = rl.policy(dtype, drop_in.kind, head=drop_in.head)
     if drop_in.is_next:
-        inputs, truth = next_tokens(inputs), without_the_last(inputs)
+        inputs, truth = rl.next_tokens(inputs), rl.without_the_last(inputs)
     results = rank_pool.run(_in_rank, name, inputs)
     # A CPU counts the labels of a head, and leaves ignored tokens out.
     n_tokens = int((inputs.labels != -100).sum()) if drop_in.head and rank_pool.backend == "gloo" else 8
     if drop_in.n_bytes is not None:
         assert [n_bytes for _, n_bytes in results] == [[each * n_tokens for each in drop_in.n_bytes]] * 2
-    found = whole([found for found, _ in results])
-    assert_right(found, truth, roundings=drop_in.roundings, temperature=drop_in.temperature)
+    found = rl.whole([found for found, _ in results])
+    rl.assert_right(found, truth, roundings=drop_in.roundings, temperature=drop_in.temperature)
 
 
 def _squares(logits):
     return logits.softmax(-1).square().sum(-1)
 
 
-@on_devices
+@rl.on_devices
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["calculate_sum_pi_squared_from_logits", "vocab_parallel_sum_pi_squared"])
 def test_sums_of_squared_probabilities(monkeypatch, device, dtype, name):
     monkeypatch.setattr(verl, "tensor_parallel_group", lambda: None)
-    inputs = policy(dtype, "confident", device=device)
-    (leaf,), (peer,), true = leaves_of(inputs), leaves_of(inputs), inputs.leaves[0].double().requires_grad_()
+    inputs = rl.policy(dtype, "confident", device=device)
+    (leaf,), (peer,), true = rl.leaves_of(inputs), rl.leaves_of(inputs), inputs.leaves[0].double().requires_grad_()
     found = getattr(verl, name)(leaf), _squares(peer.float()).to(dtype), _squares(true)
-    backward(found, [inputs.grads[0]] * 3)
+    rl.backward(found, [inputs.grads[0]] * 3)
     assert torch.equal(leaf, inputs.leaves[0])
     assert_within_budget(found[0], found[2], found[1])
     assert_within_budget(leaf.grad, true.grad, peer.grad, of_sum_sq_probs(inputs.grads[0]))
 
 
 def _sharded_squares(rank, group, inputs):
-    (logits,) = shards(inputs, rank, 2, device_of(rank, group)).leaves
+    (logits,) = rl.shards(inputs, rank, 2, device_of(rank, group)).leaves
     with pytest.MonkeyPatch.context() as patch, record_collectives() as collectives:
         patch.setattr(verl, "tensor_parallel_group", lambda: group)
         found = verl.vocab_parallel_sum_pi_squared(logits)
     return found, [call.nbytes for call in collectives]
 
 
-@in_two_ranks
+@rl.in_two_ranks
 def test_sums_of_squared_probabilities_of_shards(rank_pool, impl):
-    inputs = policy(kind="confident")
+    inputs = rl.policy(kind="confident")
     truth = _squares(inputs.leaves[0].double())
     for found, n_bytes in rank_pool.run(_sharded_squares, inputs):
         assert n_bytes == [16 * inputs.labels.numel()]
@@ -304,20 +288,20 @@ def test_sums_of_squared_probabilities_of_shards(rank_pool, impl):
 @pytest.mark.reference
 def test_reductions_of_verls_kernel():
     """Log-probabilities are reduced over all tokens, and entropies are not. Megatron has [s, b] and labels [b, s]."""
-    inputs = policy(head=True)
+    inputs = rl.policy(head=True)
     hidden, weight = inputs.leaves
     each, entropy = verl.linear_cross_entropy(hidden, weight, inputs.labels, T, "none", None)
     for name, expected in {"sum": each.sum(), "MEAN": each.mean()}.items():
-        given = hidden.view(8, 1, WIDTH), weight, inputs.labels.view(1, 8), T, name
+        given = hidden.view(8, 1, rl.WIDTH), weight, inputs.labels.view(1, 8), T, name
         reduced, others = verl.linear_cross_entropy(*given)
         assert torch.equal(reduced, expected) and torch.equal(others, entropy) and others.shape == (8,)
     with pytest.raises(ValueError, match="reduction: expected one of 'mean', 'sum', 'none'"):
         verl.linear_cross_entropy(hidden, weight, inputs.labels, T, "batchmean")
 
 
-@on_devices
+@rl.on_devices
 def test_logits_of_verls_kernel_are_fp32(device):
-    inputs = policy(torch.bfloat16, head=True, device=device)
+    inputs = rl.policy(torch.bfloat16, head=True, device=device)
     short, wide = (
         verl.linear_cross_entropy(*(leaf.to(dtype) for leaf in inputs.leaves), inputs.labels, T)
         for dtype in (torch.bfloat16, torch.float32)
@@ -328,7 +312,7 @@ def test_logits_of_verls_kernel_are_fp32(device):
 @pytest.mark.reference
 def test_ms_swifts_ignored_tokens_have_entropies_and_no_log_probability(monkeypatch):
     monkeypatch.setattr(swift, "tensor_parallel_group", lambda: None)
-    inputs = policy()
+    inputs = rl.policy()
     ignored = inputs.labels == -100
     log_probs, entropy = swift.compute_logps_and_entropy_from_logits(inputs.leaves[0], inputs.labels, True)
     assert ignored.any() and not log_probs[ignored].any() and entropy[ignored].all()
@@ -367,5 +351,5 @@ def test_divergences(name):
 
 @pytest.mark.reference
 def test_no_token_has_a_divergence_of_0_in_the_graph():
-    loss = swift.jsd_loss(torch.zeros(0, COLUMNS, requires_grad=True) * 1, torch.zeros(0, COLUMNS), 0.5)
+    loss = swift.jsd_loss(torch.zeros(0, rl.COLUMNS, requires_grad=True) * 1, torch.zeros(0, rl.COLUMNS), 0.5)
     assert loss.requires_grad and loss == 0

@@ -19,24 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.cases.inputs import batch
-from tests.support.frameworks.rl import (
-    COLUMNS,
-    LENGTH,
-    SEQUENCES,
-    Found,
-    assert_right,
-    backward,
-    columns_of,
-    in_two_ranks,
-    leaves_of,
-    next_tokens,
-    on_devices,
-    policy,
-    real_module,
-    shards,
-    whole,
-    without_the_last,
-)
+from tests.support.frameworks import rl
 from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import device_of
 from vocab_parallel_ce import integrations
@@ -50,19 +33,19 @@ BETAS = (0, 1, 0.3)
 
 
 def _given(rank, group, inputs):
-    return shards(inputs, rank, 2, device_of(rank, group))
+    return rl.shards(inputs, rank, 2, device_of(rank, group))
 
 
 def _of_outputs(leaves, log_probs=None, entropy=None, *, grads):
     """The results of a call, after backward."""
-    backward([log_probs, entropy], grads)
+    rl.backward([log_probs, entropy], grads)
     outputs = (None if output is None else output.detach() for output in (log_probs, entropy))
-    return Found(*outputs, tuple(leaf.grad for leaf in leaves))
+    return rl.Found(*outputs, tuple(leaf.grad for leaf in leaves))
 
 
 def _verl(rank, group):
-    functions, given = real_module(VERL_SHARDS), _given(rank, group, policy(kind="peaked"))
-    (leaf,) = leaves_of(given)
+    functions, given = rl.real_module(VERL_SHARDS), _given(rank, group, rl.policy(kind="peaked"))
+    (leaf,) = rl.leaves_of(given)
     entropy = functions.vocab_parallel_entropy(leaf * 1)
     log_probs = functions.vocab_parallel_log_probs_from_logits(leaf * 1, given.labels)
     return [_of_outputs([leaf], log_probs, entropy, grads=given.grads)]
@@ -70,26 +53,26 @@ def _verl(rank, group):
 
 def _nemo_logits(rank, group):
     """With padding, in chunks, and of two sequences in one tensor."""
-    utils, given = real_module(NEMO_RL), _given(rank, group, next_tokens(policy(kind="confident")))
-    place, found = (*columns_of(rank, group), group), []
+    utils, given = rl.real_module(NEMO_RL), _given(rank, group, rl.next_tokens(rl.policy(kind="confident")))
+    place, found = (*rl.columns_of(rank, group), group), []
     for padding, options in ((0, {}), (2, {}), (0, {"chunk_size": 3})):
-        (leaf,) = leaves_of(given)
-        padded = torch.cat([leaf * 1, leaf.new_full((SEQUENCES, padding, leaf.shape[-1]), 7.0)], dim=1)
+        (leaf,) = rl.leaves_of(given)
+        padded = torch.cat([leaf * 1, leaf.new_full((rl.SEQUENCES, padding, leaf.shape[-1]), 7.0)], dim=1)
         log_probs = utils.from_parallel_logits_to_logprobs(padded, given.labels, *place, **options)
         found.append(_of_outputs([leaf], F.pad(log_probs, (0, 1)), grads=given.grads))
-    (leaf,) = leaves_of(given)
-    ends = torch.arange(0, SEQUENCES * LENGTH + 1, LENGTH, device=leaf.device)
-    packed = (leaf * 1).reshape(1, SEQUENCES * LENGTH, -1), given.labels.reshape(1, -1), ends, LENGTH
+    (leaf,) = rl.leaves_of(given)
+    ends = torch.arange(0, rl.SEQUENCES * rl.LENGTH + 1, rl.LENGTH, device=leaf.device)
+    packed = (leaf * 1).reshape(1, rl.SEQUENCES * rl.LENGTH, -1), given.labels.reshape(1, -1), ends, rl.LENGTH
     log_probs = utils.from_parallel_logits_to_logprobs_packed_sequences(*packed, *place)
     return [*found, _of_outputs([leaf], F.pad(log_probs, (0, 1)), grads=given.grads)]
 
 
 def _nemo_head(rank, group):
-    given = _given(rank, group, next_tokens(policy(kind="confident", head=True)))
-    hidden, weight = leaves_of(given)
+    given = _given(rank, group, rl.next_tokens(rl.policy(kind="confident", head=True)))
+    hidden, weight = rl.leaves_of(given)
     part = hidden.transpose(0, 1).contiguous().chunk(2)[rank]
-    place = *columns_of(rank, group), group
-    function = real_module(NEMO_RL).from_parallel_hidden_states_to_logprobs
+    place = *rl.columns_of(rank, group), group
+    function = rl.real_module(NEMO_RL).from_parallel_hidden_states_to_logprobs
     log_probs = function(part, weight, False, given.labels, *place, chunk_size=2)
     found = _of_outputs([hidden, weight], F.pad(log_probs, (0, 1)), grads=given.grads)
     dist.all_reduce(found.grads[0], group=group)
@@ -97,41 +80,41 @@ def _nemo_head(rank, group):
 
 
 def _skyrl(rank, group):
-    utils, given = real_module(skyrl.MODULE), _given(rank, group, policy(kind="peaked"))
-    place, found = (*columns_of(rank, group), group), []
+    utils, given = rl.real_module(skyrl.MODULE), _given(rank, group, rl.policy(kind="peaked"))
+    place, found = (*rl.columns_of(rank, group), group), []
     for chunk_size in (None, 3):
-        (leaf,) = leaves_of(given)
+        (leaf,) = rl.leaves_of(given)
         targets = given.labels.roll(1, dims=-1)
         log_probs = utils.from_parallel_logits_to_logprobs(leaf * 1, targets, *place, chunk_size=chunk_size)
-        backward([log_probs], [given.grads[0][:, :-1]])
+        rl.backward([log_probs], [given.grads[0][:, :-1]])
         found += [log_probs.detach(), leaf.grad]
     for options in ({}, {"chunk_size": 2}):
-        (leaf,) = leaves_of(given)
+        (leaf,) = rl.leaves_of(given)
         entropy = utils.vocab_parallel_entropy(leaf * 1, **options)
-        backward([entropy], given.grads[1:])
+        rl.backward([entropy], given.grads[1:])
         found += [entropy.detach(), leaf.grad]
-    hidden, weight = leaves_of(_given(rank, group, policy(kind="peaked", head=True)))
+    hidden, weight = rl.leaves_of(_given(rank, group, rl.policy(kind="peaked", head=True)))
     options = {"chunk_size": 2, "temperature": 0.7}
     log_probs = utils.from_parallel_hidden_to_logprobs(hidden, weight, given.labels, *place, **options)
-    backward([log_probs], [given.grads[0][:, :-1]])
+    rl.backward([log_probs], [given.grads[0][:, :-1]])
     return [*found, log_probs.detach(), hidden.grad, weight.grad]
 
 
 def _swift_policy(rank, group):
-    functions, given, found = real_module(swift.SHARDS), _given(rank, group, policy(kind="confident")), []
+    functions, given, found = rl.real_module(swift.SHARDS), _given(rank, group, rl.policy(kind="confident")), []
     for compute_entropy in (False, True):
-        (leaf,) = leaves_of(given)
+        (leaf,) = rl.leaves_of(given)
         outputs = functions.compute_logps_and_entropy_from_logits(leaf * 1, given.labels, compute_entropy)
         found.append(_of_outputs([leaf], *outputs, grads=given.grads))
     return found
 
 
 def _pair(device="cpu"):
-    return [batch(kind, rows=6, vocab_size=COLUMNS).logits.to(device) for kind in ("peaked", "confident")]
+    return [batch(kind, rows=6, vocab_size=rl.COLUMNS).logits.to(device) for kind in ("peaked", "confident")]
 
 
 def _swift_divergences(rank, group):
-    functions, gkd, found = real_module(swift.SHARDS), real_module(swift.GKD), []
+    functions, gkd, found = rl.real_module(swift.SHARDS), rl.real_module(swift.GKD), []
     pair = _pair(device_of(rank, group))
     cut = [tensor.chunk(2, -1)[rank].contiguous() for tensor in pair]
     of_shards = functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div
@@ -147,14 +130,14 @@ def _swift_divergences(rank, group):
 
 def _swift_gkd(rank, group):
     """The whole pipeline, of tokens that are not ignored, and of a teacher that is known at its top k."""
-    functions, gkd = real_module(swift.SHARDS), real_module(swift.GKD)
-    gather = real_module("swift.megatron.trainers.gkd_utils").tp_gather_topk
-    given, teacher, found = _given(rank, group, policy()), policy(kind="confident").leaves[0], []
+    functions, gkd = rl.real_module(swift.SHARDS), rl.real_module(swift.GKD)
+    gather = rl.real_module("swift.megatron.trainers.gkd_utils").tp_gather_topk
+    given, teacher, found = _given(rank, group, rl.policy()), rl.policy(kind="confident").leaves[0], []
     part = teacher.chunk(2, -1)[rank].to(given.labels.device)
     values, indices = teacher.to(part.device).log_softmax(-1).topk(4)
     functions = gather, functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div
     for output in (gkd.TeacherOutput(full_logits=part), gkd.TeacherOutput(topk_logprobs=values, topk_indices=indices)):
-        (leaf,) = leaves_of(given)
+        (leaf,) = rl.leaves_of(given)
         total, n_valid = gkd.gkd_loss(leaf * 1, output, given.labels, 0.5, 0.7, *functions)
         total.backward()
         found += [total.detach(), torch.as_tensor(n_valid), leaf.grad]
@@ -162,7 +145,7 @@ def _swift_gkd(rank, group):
 
 
 def _registry(**options):
-    build = real_module(AUTOMODEL).build_loss_module
+    build = rl.real_module(AUTOMODEL).build_loss_module
     return {name: build(name, **given) for name, given in options.items()}
 
 
@@ -176,7 +159,7 @@ def _automodel_dtensors(rank, group):
         leaf = distribute_tensor(logits, mesh, [placement]).requires_grad_()
         with record_collectives() as collectives:
             losses = built["MaskedCrossEntropy"](leaf * 1, labels.clone())
-        losses.backward(policy().grads[0].reshape(losses.shape).to(losses))
+        losses.backward(rl.policy().grads[0].reshape(losses.shape).to(losses))
         if nemo_automodel.report().installed:
             assert [call.name for call in collectives] == ["_allgather_base_"] * placement.is_shard()
         found += [losses.detach(), leaf.grad.full_tensor()]
@@ -196,11 +179,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "verl": Case("verl", VERL_SHARDS, _verl, policy(kind="peaked")),
-    "NeMo-RL": Case("nemo_rl", NEMO_RL, _nemo_logits, without_the_last(policy(kind="confident"))),
-    "NeMo-RL, head": Case("nemo_rl", NEMO_RL, _nemo_head, without_the_last(policy(kind="confident", head=True))),
+    "verl": Case("verl", VERL_SHARDS, _verl, rl.policy(kind="peaked")),
+    "NeMo-RL": Case("nemo_rl", NEMO_RL, _nemo_logits, rl.without_the_last(rl.policy(kind="confident"))),
+    "NeMo-RL, head": Case("nemo_rl", NEMO_RL, _nemo_head, rl.without_the_last(rl.policy(kind="confident", head=True))),
     "SkyRL": Case("skyrl", skyrl.MODULE, _skyrl),
-    "ms-swift": Case("swift", swift.SHARDS, _swift_policy, policy(kind="confident")),
+    "ms-swift": Case("swift", swift.SHARDS, _swift_policy, rl.policy(kind="confident")),
     "ms-swift, divergences": Case("swift", swift.SHARDS, _swift_divergences),
     "ms-swift, GKD": Case("swift", "swift.megatron.trainers.gkd_utils", _swift_gkd),
     "NeMo Automodel, DTensors": Case("nemo_automodel", AUTOMODEL, _automodel_dtensors),
@@ -213,7 +196,7 @@ def _megatron_group(group, name):
     if name not in ("verl", "skyrl", "swift"):
         yield
         return
-    state = real_module("megatron.core.parallel_state")
+    state = rl.real_module("megatron.core.parallel_state")
     state.initialize_model_parallel(tensor_model_parallel_size=group.size())
     try:
         yield
@@ -226,39 +209,39 @@ def _both(rank, group, name):
     case = CASES[name]
     module = integrations.__getattr__(case.integration)
     with _megatron_group(group, case.integration):
-        real_module(case.needs)
+        rl.real_module(case.needs)
         own = case.call(rank, group)
         with module.installed() as report:
             assert report.rebound and report.left.items() >= module._switch.left.items()
             return own, case.call(rank, group)
 
 
-@in_two_ranks
+@rl.in_two_ranks
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(rank_pool, impl, name):
     case = CASES[name]
-    real_module(case.needs)
+    rl.real_module(case.needs)
     results = rank_pool.run(_both, name)
     if case.truth is None:
         for own, found in results:
             torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
         return
     for own, found in zip(*(zip(*each, strict=True) for each in zip(*results, strict=True)), strict=True):
-        assert_right(whole(found), case.truth, whole(own))
+        rl.assert_right(rl.whole(found), case.truth, rl.whole(own))
 
 
-@on_devices
+@rl.on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verl(monkeypatch, device, dtype):
-    functions, ppo = real_module(VERL), real_module(PPO)
+    functions, ppo = rl.real_module(VERL), rl.real_module(PPO)
     if device == "cpu":  # flash-attn's kernel needs a GPU
         monkeypatch.setattr(functions, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
         monkeypatch.setattr(ppo, "_FLASH_ATTN_CROSS_ENTROPY_AVAILABLE", False)
-    logits, head = (policy(dtype, "confident", head=has_head, device=device) for has_head in (False, True))
+    logits, head = (rl.policy(dtype, "confident", head=has_head, device=device) for has_head in (False, True))
     own, module = functions.logprobs_from_logits, ppo.FusedLinearForPPO()
 
     def both():
-        leaves, of_head = leaves_of(logits), leaves_of(head)
+        leaves, of_head = rl.leaves_of(logits), rl.leaves_of(head)
         log_probs = functions.logprobs_from_logits(leaves[0] * 1, logits.labels).float()
         outputs = module(*of_head, head.labels, temperature=0.7)
         return _of_outputs(leaves, log_probs, grads=logits.grads), _of_outputs(of_head, *outputs, grads=head.grads)
@@ -269,30 +252,30 @@ def test_verl(monkeypatch, device, dtype):
         assert functions.logprobs_from_logits is not own
         found = both()
     assert functions.logprobs_from_logits is own
-    assert_right(found[0], logits, peers[0])
-    assert_right(found[1], head, peers[1], temperature=0.7)
+    rl.assert_right(found[0], logits, peers[0])
+    rl.assert_right(found[1], head, peers[1], temperature=0.7)
 
 
-@on_devices
+@rl.on_devices
 def test_openrlhf(monkeypatch, device):
     if device == "cpu":
         monkeypatch.setitem(sys.modules, "flash_attn.ops.triton.cross_entropy", None)  # it needs a GPU
-    utils, inputs = real_module(OPENRLHF), policy(kind="confident", device=device)
+    utils, inputs = rl.real_module(OPENRLHF), rl.policy(kind="confident", device=device)
 
     def both():
         """Each with a backward of its own: OpenRLHF's write over the logits."""
-        (leaf,) = leaves_of(inputs)
+        (leaf,) = rl.leaves_of(inputs)
         logits = leaf * 1
         outputs = [utils.compute_entropy(logits), utils.log_probs_from_logits(logits, inputs.labels)]
         for output, grad in zip(outputs, inputs.grads[::-1], strict=True):
-            backward([output], [grad], retain_graph=True)
-        return Found(outputs[1].detach(), outputs[0].detach(), (leaf.grad,))
+            rl.backward([output], [grad], retain_graph=True)
+        return rl.Found(outputs[1].detach(), outputs[0].detach(), (leaf.grad,))
 
     own = both()
     with openrlhf.installed() as report:
         assert list(report.left) == ["the head"]
         found = both()
-    assert_right(found, inputs, own)
+    rl.assert_right(found, inputs, own)
     assert both().log_probs.equal(own.log_probs)
 
 
@@ -308,7 +291,7 @@ ENGINES = {
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_use_them(name):
     """Their modules have the names by ``from ... import``."""
-    engine, module = real_module(name), importlib.import_module(f"{integrations.__name__}.{name.partition('.')[0]}")
+    engine, module = rl.real_module(name), importlib.import_module(f"{integrations.__name__}.{name.partition('.')[0]}")
     own = {function: getattr(engine, function) for function in ENGINES[name]}
     with module.installed() as report:
         for function in own:
@@ -319,13 +302,13 @@ def test_engines_use_them(name):
 @pytest.mark.reference
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_the_registry_of_nemo_automodel(reduction):
-    logits, head, teacher = policy(), policy(head=True), policy(kind="confident").leaves[0]
+    logits, head, teacher = rl.policy(), rl.policy(head=True), rl.policy(kind="confident").leaves[0]
     options = {"reduction": reduction}
     built = _registry(MaskedCrossEntropy=options, ChunkedCrossEntropy=options | {"compile": False}, KDLoss={})
     n_tokens = 7 if reduction == "sum" else None
 
     def every():
-        leaf, (hidden, weight), student = *leaves_of(logits), leaves_of(head), *leaves_of(logits)
+        leaf, (hidden, weight), student = *rl.leaves_of(logits), rl.leaves_of(head), *rl.leaves_of(logits)
         found = [built["MaskedCrossEntropy"](leaf * 1, logits.labels, num_label_tokens=n_tokens)]
         found.append(built["ChunkedCrossEntropy"](hidden * 1, head.labels, weight * 1, n_tokens))
         found.append(built["KDLoss"](student * 1, teacher, logits.labels, n_tokens))
@@ -341,7 +324,7 @@ def test_the_registry_of_nemo_automodel(reduction):
 
 @pytest.mark.reference
 def test_other_functions_and_a_teacher_with_a_gradient_are_ms_swifts():
-    gkd, (student, teacher) = real_module(swift.GKD), _pair()
+    gkd, (student, teacher) = rl.real_module(swift.GKD), _pair()
     own = gkd.jsd_loss
 
     def halved(logits):
@@ -355,7 +338,7 @@ def test_other_functions_and_a_teacher_with_a_gradient_are_ms_swifts():
 
 @pytest.mark.cuda
 def test_verls_kernel():
-    own = real_module(VERL_KERNEL).linear_cross_entropy
+    own = rl.real_module(VERL_KERNEL).linear_cross_entropy
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 128, generator=generator).mul(0.5).cuda() for n in (256, 1024))
     labels = torch.randint(0, 1024, (256,), generator=generator).cuda()

@@ -171,15 +171,6 @@ def test_evaluate_and_predict(tmp_path, case):
     assert np.array_equal(found.label_ids, predicted.label_ids)
 
 
-def test_an_evaluation_of_the_loss_alone_makes_no_logits(tmp_path):
-    model = tiny_model(LlamaForCausalLM)
-    expected = trainer_of(model, tmp_path, prediction_loss_only=True).evaluate()["eval_loss"]
-    install(model)
-    found = trainer_of(model, tmp_path, prediction_loss_only=True).evaluate()["eval_loss"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert audit(model) == {"fused": 3}
-
-
 # The example
 
 
