@@ -127,31 +127,21 @@ def a_call():
 class LoraLinear(nn.Module):
     """An adapter around a frozen head, of which the head's weight is not all, named as peft names it."""
 
-    def __init__(self, base_layer, rank=2):
+    def __init__(self, base_layer):
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
 
     @property
     def weight(self):
         return self.base_layer.weight
 
-    def forward(self, hidden):
-        added = self.lora_B["default"](self.lora_A["default"](hidden))
-        return self.base_layer(hidden) + added
-
 
 class Int8Linear(nn.Linear):
-    """A head whose weight is stored as integers with a scale a row."""
+    """A head whose weight is stored as integers."""
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
-        self.weight = nn.Parameter(torch.ones(out_features, in_features, dtype=torch.int8), requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(out_features, 1))
-
-    def forward(self, hidden):
-        return hidden @ (self.weight * self.scale).T
+        self.weight = nn.Parameter(self.weight.to(torch.int8), requires_grad=False)
 
 
 class ScaledLinear(nn.Linear):
