@@ -1,6 +1,6 @@
 """What RL frameworks call for log-probabilities and entropies, against fp64, on one rank and on two.
 
-The frameworks need not be here; ``test_own_functions.py`` compares with their own functions where they are.
+The frameworks need not be here; ``test_native_functions.py`` compares with their expected functions where they are.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.support.ranks.pools import device_of
 from tests.support.truth.budget import assert_within_budget, of_sum_sq_probs
 from vocab_parallel_ce.integrations import nemo_automodel, nemo_rl, openrlhf, skyrl, swift, verl
 
-OF_MEGATRON = (verl, swift, skyrl)  # they ask Megatron-Core for the group
+MEGATRONS = (verl, swift, skyrl)  # they ask Megatron-Core for the group
 T = 0.7
 
 
@@ -66,9 +66,9 @@ def _verl_kernel(h, w, y, on):
 
 def _nemo_core(z, y, on, *shape):
     """All ranks are None, as torch.distributed takes it; without a gradient the same numbers."""
-    given = z.view(*(shape or y.shape), z.shape[-1]), y.view(shape or y.shape), on.start, on.end
-    log_probs = nemo_rl.DistributedLogprob.apply(*given, None)
-    alone = nemo_rl.DistributedLogprob.apply(*given, on.group, True)
+    arguments = z.view(*(shape or y.shape), z.shape[-1]), y.view(shape or y.shape), on.start, on.end
+    log_probs = nemo_rl.DistributedLogprob.apply(*arguments, None)
+    alone = nemo_rl.DistributedLogprob.apply(*arguments, on.group, True)
     assert torch.equal(alone, log_probs) and not alone.requires_grad
     return log_probs.view(y.shape), None
 
@@ -80,7 +80,7 @@ def _next_tokens(z, y, on, padding=0):
     return F.pad(nemo_rl.from_parallel_logits_to_logprobs(padded, y, *on[1:], on.group, **options), (0, 1)), None
 
 
-def _of_hidden_states(h, w, y, on):
+def _hidden_states(h, w, y, on):
     """Of this rank's part of the sequence, ``[s / R, b, D]``."""
     part = h.transpose(0, 1).chunk(on.group.size())[on.group.rank()]
     log_probs = nemo_rl.from_parallel_hidden_states_to_logprobs(part, w, False, y, *on[1:], on.group, chunk_size=2)
@@ -97,7 +97,7 @@ class DropIn(NamedTuple):
     """A call of logits, or of hidden states and weight, with labels and a :class:`Place`, and what it promises."""
 
     call: Callable[..., Any]  # returns (log_probs, entropy), or None in place of one
-    own_dtype: str = ""  # which of both have that of the logits; the other is fp32
+    rounded: str = ""  # which of both have that of the logits; the other is fp32
     kind: str = "some_ignored"
     n_bytes: tuple[int, ...] | None = None  # that each token sends, on ranks
     head: bool = False
@@ -186,11 +186,11 @@ ON_RANKS = {
     ),
     "NeMo-RL, next tokens": DropIn(_next_tokens, kind="confident", is_next=True),
     "NeMo-RL, padded": DropIn(lambda z, y, on: _next_tokens(z, y, on, padding=2), kind="confident", is_next=True),
-    "NeMo-RL, head": DropIn(_of_hidden_states, kind="peaked", head=True, is_next=True),
+    "NeMo-RL, head": DropIn(_hidden_states, kind="peaked", head=True, is_next=True),
 }
 
 
-def _found(drop_in, inputs, on):
+def _results(drop_in, inputs, on):
     """What a call gets, and the bytes that it sends. It leaves its tensors, which the test holds, as they are."""
     leaves = rl.leaves_of(inputs)
     tensors = [leaf * 1 for leaf in leaves]
@@ -201,11 +201,11 @@ def _found(drop_in, inputs, on):
         rl.backward(outputs, inputs.grads)
     assert all(map(torch.equal, tensors, inputs.leaves))
     assert drop_in.head or len(collectives) == len(n_bytes)
-    for name, output in zip(rl.Found._fields, outputs, strict=False):
-        own = inputs.leaves[0].dtype if name in drop_in.own_dtype else torch.float32
-        assert output is None or (output.dtype, output.shape) == (own, inputs.labels.shape)
+    for name, output in zip(rl.Outcome._fields, outputs, strict=False):
+        expected = inputs.leaves[0].dtype if name in drop_in.rounded else torch.float32
+        assert output is None or (output.dtype, output.shape) == (expected, inputs.labels.shape)
     outputs = (None if output is None else output.detach() for output in outputs)
-    return rl.Found(*outputs, tuple(leaf.grad for leaf in leaves)), n_bytes
+    return rl.Outcome(*outputs, tuple(leaf.grad for leaf in leaves)), n_bytes
 
 
 @rl.on_devices
@@ -215,22 +215,22 @@ def test_one_rank(monkeypatch, device, dtype, name):
     monkeypatch.setattr(swift, "tensor_parallel_group", lambda: None)
     drop_in = ON_ONE_RANK[name]
     inputs = rl.policy(dtype, drop_in.kind, head=drop_in.head, device=device)
-    found, _ = _found(drop_in, inputs, Place())
-    rl.assert_right(found, inputs, roundings=drop_in.roundings, temperature=drop_in.temperature)
+    actual, _ = _results(drop_in, inputs, Place())
+    rl.assert_right(actual, inputs, roundings=drop_in.roundings, temperature=drop_in.temperature)
 
 
 def _in_rank(rank, group, name, inputs):
     """Gradients of hidden states are shares of a sum, which is made here."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in OF_MEGATRON:
+        for module in MEGATRONS:
             patch.setattr(module, "tensor_parallel_group", lambda: group)
         place = Place(group, *rl.columns_of(rank, group))
-        found, n_bytes = _found(ON_RANKS[name], rl.shards(inputs, rank, 2, device_of(rank, group)), place)
+        actual, n_bytes = _results(ON_RANKS[name], rl.shards(inputs, rank, 2, device_of(rank, group)), place)
     if ON_RANKS[name].head:
-        share = found.grads[0].clone()
-        dist.all_reduce(found.grads[0], group=group)
-        assert not torch.allclose(share, found.grads[0], rtol=0.1)
-    return found, n_bytes
+        share = actual.grads[0].clone()
+        dist.all_reduce(actual.grads[0], group=group)
+        assert not torch.allclose(share, actual.grads[0], rtol=0.1)
+    return actual, n_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -246,8 +246,8 @@ def test_two_ranks(rank_pool, impl, name, dtype):
     n_tokens = int((inputs.labels != -100).sum()) if drop_in.head and rank_pool.backend == "gloo" else 8
     if drop_in.n_bytes is not None:
         assert [n_bytes for _, n_bytes in results] == [[each * n_tokens for each in drop_in.n_bytes]] * 2
-    found = rl.whole([found for found, _ in results])
-    rl.assert_right(found, truth, roundings=drop_in.roundings, temperature=drop_in.temperature)
+    actual = rl.whole([actual for actual, _ in results])
+    rl.assert_right(actual, truth, roundings=drop_in.roundings, temperature=drop_in.temperature)
 
 
 def _squares(logits):
@@ -261,10 +261,10 @@ def test_sums_of_squared_probabilities(monkeypatch, device, dtype, name):
     monkeypatch.setattr(verl, "tensor_parallel_group", lambda: None)
     inputs = rl.policy(dtype, "confident", device=device)
     (leaf,), (peer,), true = rl.leaves_of(inputs), rl.leaves_of(inputs), inputs.leaves[0].double().requires_grad_()
-    found = getattr(verl, name)(leaf), _squares(peer.float()).to(dtype), _squares(true)
-    rl.backward(found, [inputs.grads[0]] * 3)
+    actual = getattr(verl, name)(leaf), _squares(peer.float()).to(dtype), _squares(true)
+    rl.backward(actual, [inputs.grads[0]] * 3)
     assert torch.equal(leaf, inputs.leaves[0])
-    assert_within_budget(found[0], found[2], found[1])
+    assert_within_budget(actual[0], actual[2], actual[1])
     assert_within_budget(leaf.grad, true.grad, peer.grad, of_sum_sq_probs(inputs.grads[0]))
 
 
@@ -272,17 +272,17 @@ def _sharded_squares(rank, group, inputs):
     (logits,) = rl.shards(inputs, rank, 2, device_of(rank, group)).leaves
     with pytest.MonkeyPatch.context() as patch, record_collectives() as collectives:
         patch.setattr(verl, "tensor_parallel_group", lambda: group)
-        found = verl.vocab_parallel_sum_pi_squared(logits)
-    return found, [call.nbytes for call in collectives]
+        actual = verl.vocab_parallel_sum_pi_squared(logits)
+    return actual, [call.nbytes for call in collectives]
 
 
 @rl.in_two_ranks
 def test_sums_of_squared_probabilities_of_shards(rank_pool, impl):
     inputs = rl.policy(kind="confident")
     truth = _squares(inputs.leaves[0].double())
-    for found, n_bytes in rank_pool.run(_sharded_squares, inputs):
+    for actual, n_bytes in rank_pool.run(_sharded_squares, inputs):
         assert n_bytes == [16 * inputs.labels.numel()]
-        assert_within_budget(found, truth, truth.float())
+        assert_within_budget(actual, truth, truth.float())
 
 
 @pytest.mark.reference
@@ -292,8 +292,8 @@ def test_reductions_of_verls_kernel():
     hidden, weight = inputs.leaves
     each, entropy = verl.linear_cross_entropy(hidden, weight, inputs.labels, T, "none", None)
     for name, expected in {"sum": each.sum(), "MEAN": each.mean()}.items():
-        given = hidden.view(8, 1, rl.WIDTH), weight, inputs.labels.view(1, 8), T, name
-        reduced, others = verl.linear_cross_entropy(*given)
+        arguments = hidden.view(8, 1, rl.WIDTH), weight, inputs.labels.view(1, 8), T, name
+        reduced, others = verl.linear_cross_entropy(*arguments)
         assert torch.equal(reduced, expected) and torch.equal(others, entropy) and others.shape == (8,)
     with pytest.raises(ValueError, match="reduction: expected one of 'mean', 'sum', 'none'"):
         verl.linear_cross_entropy(hidden, weight, inputs.labels, T, "batchmean")
@@ -345,8 +345,8 @@ def test_divergences(name):
     leaf = student.clone().requires_grad_()
     loss = function(leaf * 1, teacher)
     loss.backward(torch.tensor(0.75))
-    found = Results((loss.detach(),), leaf.grad)
-    soft.assert_right(found, soft.Pair(student, teacher, soft.divergences), **options)
+    actual = Results((loss.detach(),), leaf.grad)
+    soft.assert_right(actual, soft.Pair(student, teacher, soft.divergences), **options)
 
 
 @pytest.mark.reference

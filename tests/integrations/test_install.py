@@ -66,22 +66,22 @@ def looked_up(path):
     try:
         return importlib.import_module(module), name
     except ImportError:
-        owner, of_owner = looked_up(module)
-        return getattr(owner, of_owner), name
+        owner, its_name = looked_up(module)
+        return getattr(owner, its_name), name
 
 
 @pytest.fixture
 def framework(name):
     """An integration whose framework is here; its names are the framework's own afterwards."""
-    own = {}
+    native = {}
     for path in INSTALLED[name].names:
         pytest.importorskip(path.partition(".")[0])
         owner, attribute = looked_up(path)
-        own[path] = owner, attribute, getattr(owner, attribute)
+        native[path] = owner, attribute, getattr(owner, attribute)
     integration = integrations.__getattr__(name)
     yield integration
     integration.uninstall()
-    assert all(getattr(owner, attribute) is value for owner, attribute, value in own.values())
+    assert all(getattr(owner, attribute) is value for owner, attribute, value in native.values())
     assert not integration.report().installed
 
 
@@ -91,21 +91,21 @@ def values(name):
 
 @by_name
 def test_every_name_is_rebound_and_given_back(framework, name):
-    own, before = values(name), framework.report()
+    native, before = values(name), framework.report()
     report = framework.install()
     assert report.installed and set(report.rebound) == set(INSTALLED[name].names) and not report.calls
     ours = values(name)
-    assert not set(map(id, own.values())) & set(map(id, ours.values()))
+    assert not set(map(id, native.values())) & set(map(id, ours.values()))
     assert framework.install() == report and values(name) == ours
     with framework.installed() as inside:
         assert inside == report
     assert framework.report() == report
     framework.uninstall()
     framework.uninstall()
-    assert values(name) == own and framework.report()._replace(calls={}) == before._replace(calls={})
+    assert values(name) == native and framework.report()._replace(calls={}) == before._replace(calls={})
     with pytest.raises(ZeroDivisionError), framework.installed():
         raise ZeroDivisionError
-    assert values(name) == own
+    assert values(name) == native
 
 
 @by_name
@@ -122,7 +122,7 @@ def test_what_something_else_replaced_is_not_undone(framework, name, monkeypatch
 
 @by_name
 def test_another_version_is_refused_before_anything_is_rebound(framework, name, monkeypatch):
-    own = values(name)
+    native = values(name)
     with monkeypatch.context() as patch:
         if name == "megatron":  # which takes any parameters
             patch.delattr(*looked_up(INSTALLED[name].names[-1]))
@@ -130,7 +130,7 @@ def test_another_version_is_refused_before_anything_is_rebound(framework, name, 
             patch.setattr(*looked_up(INSTALLED[name].names[0]), torch.autograd.Function)
         with pytest.raises(ValueError, match=INSTALLED[name].version):
             framework.install()
-    assert values(name) == own and not framework.report().installed
+    assert values(name) == native and not framework.report().installed
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ def _with_sampling(rank, group, logits, target, grad, top_k, top_p, chunked):
     core = nemo_rl.ChunkedDistributedLogprobWithSampling if chunked else nemo_rl.DistributedLogprobWithSampling
     log_probs = core.apply(leaf * 1, target.to(device), group, top_k, top_p, *((3,) if chunked else ()))
     log_probs.backward(grad.to(device))
-    of_next = nemo_rl.from_parallel_logits_to_logprobs(
+    next_log_probs = nemo_rl.from_parallel_logits_to_logprobs(
         leaf.detach()[None], target.to(device)[None], start, end, group, sampling_params=Sampling(top_k, top_p)
     )
-    return log_probs.detach().cpu(), leaf.grad.cpu(), of_next.cpu()
+    return log_probs.detach().cpu(), leaf.grad.cpu(), next_log_probs.cpu()
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.8), (9, 0.7)])
@@ -50,11 +50,11 @@ def test_top_k_and_top_p(rank_pool, impl, top_k, top_p):
     next_truth = _filtered(logits.double()[:-1], target[1:], top_k, top_p)
     for chunked in (False, True):
         results = rank_pool.run(_with_sampling, logits, target, grad, top_k, top_p, chunked)
-        for log_probs, _, of_next in results:
+        for log_probs, _, next_log_probs in results:
             torch.testing.assert_close(log_probs, truth.detach().float(), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(of_next[0], next_truth.float(), rtol=1e-5, atol=1e-5)
-        found = torch.cat([grad_of_rank for _, grad_of_rank, _ in results], dim=-1)
-        torch.testing.assert_close(found, whole_logits.grad.float(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(next_log_probs[0], next_truth.float(), rtol=1e-5, atol=1e-5)
+        actual = torch.cat([grad_of_rank for _, grad_of_rank, _ in results], dim=-1)
+        torch.testing.assert_close(actual, whole_logits.grad.float(), rtol=1e-5, atol=1e-6)
 
 
 def _refusals(rank, group):
@@ -62,17 +62,17 @@ def _refusals(rank, group):
     logits, target = torch.randn(2, 4, 10, device=device), torch.zeros(2, 4, dtype=torch.int64, device=device)
     hidden, head = torch.randn(2, 2, 8, device=device), torch.randn(10, 8, device=device)
     start, end = columns_of(rank, group)
-    of_logits, of_hidden = nemo_rl.from_parallel_logits_to_logprobs, nemo_rl.from_parallel_hidden_states_to_logprobs
-    core, of_skyrl = nemo_rl.DistributedLogprob.apply, skyrl.FusedLinearChunkedDistributedLogprob.apply
+    from_logits, from_hidden = nemo_rl.from_parallel_logits_to_logprobs, nemo_rl.from_parallel_hidden_states_to_logprobs
+    core, skyrl_head = nemo_rl.DistributedLogprob.apply, skyrl.FusedLinearChunkedDistributedLogprob.apply
     attempts = {
         "cut otherwise": lambda: core(logits, target, start + 1, end + 1, group),
         "padded": lambda: core(logits, target, start, end - 1, group),
-        "head": lambda: of_hidden(hidden, head, None, target, 0, 9, group),
-        "SkyRL's head": lambda: of_skyrl(hidden, head, target[:, :2], start, end - 1, 4, group),
-        "top-k": lambda: of_logits(logits, target, start, end - 1, group, sampling_params=Sampling(top_k=5)),
-        "cp": lambda: of_logits(logits, target, start, end, group, cp_group=group),
-        "cp of hidden": lambda: of_hidden(hidden, head, None, target, start, end, group, cp_group=group),
-        "short": lambda: of_logits(logits[:, :2], target, start, end, group),
+        "head": lambda: from_hidden(hidden, head, None, target, 0, 9, group),
+        "SkyRL's head": lambda: skyrl_head(hidden, head, target[:, :2], start, end - 1, 4, group),
+        "top-k": lambda: from_logits(logits, target, start, end - 1, group, sampling_params=Sampling(top_k=5)),
+        "cp": lambda: from_logits(logits, target, start, end, group, cp_group=group),
+        "cp of hidden": lambda: from_hidden(hidden, head, None, target, start, end, group, cp_group=group),
+        "short": lambda: from_logits(logits[:, :2], target, start, end, group),
     }
     return messages_of(attempts)
 
@@ -99,17 +99,17 @@ def test_masks_weights_and_numbers_of_tokens():
     each = each.view(labels.shape)
     call = nemo_automodel.masked_cross_entropy
     assert torch.equal(labels, before) and not each[0, 1] and each[1].any()
-    of_sum = automodel_module(reduction="sum")
-    torch.testing.assert_close(call(of_sum, logits, labels, mask, 7), each.sum() / 7)
-    torch.testing.assert_close(call(of_sum, logits, labels, mask, 7, weights), (each * weights).sum() / 7)
-    assert call(of_sum, logits, labels, mask, 0) == call(of_sum, logits, labels, mask, 0, weights) == 0
+    summed = automodel_module(reduction="sum")
+    torch.testing.assert_close(call(summed, logits, labels, mask, 7), each.sum() / 7)
+    torch.testing.assert_close(call(summed, logits, labels, mask, 7, weights), (each * weights).sum() / 7)
+    assert call(summed, logits, labels, mask, 0) == call(summed, logits, labels, mask, 0, weights) == 0
     packed = logits.flatten(0, 1)[None], labels.flatten(), mask.flatten(), 7
-    assert torch.equal(call(of_sum, *packed), call(of_sum, logits, labels, mask, 7))
-    torch.testing.assert_close(call(of_sum, *packed, weights.flatten()), (each * weights).sum() / 7)
+    assert torch.equal(call(summed, *packed), call(summed, logits, labels, mask, 7))
+    torch.testing.assert_close(call(summed, *packed, weights.flatten()), (each * weights).sum() / 7)
     other = automodel_module(ignore_index=3)
     assert not call(other, logits, labels)[((labels == -100) | (labels == 3)).flatten()].any()
-    for name, given in (("num_label_tokens", (None, 7)), ("loss_weights", (None, None, weights))):
+    for name, arguments in (("num_label_tokens", (None, 7)), ("loss_weights", (None, None, weights))):
         with pytest.raises(ValueError, match=f"{name}: expected reduction='sum' with it, got 'mean'"):
-            call(automodel_module(reduction="mean"), logits, labels, *given)
+            call(automodel_module(reduction="mean"), logits, labels, *arguments)
     with pytest.raises(ValueError, match="loss_weights: expected the shape of labels"):
-        call(of_sum, logits, labels, None, None, weights[:1])
+        call(summed, logits, labels, None, None, weights[:1])

@@ -36,8 +36,11 @@ def accelerated(name, precision, folder):
     """As Accelerate's documentation does it; of a model that returns logits, a loss over them."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)  # it keeps the settings of the first Accelerator of a process
-    given = {"mixed_precision": "no" if precision == torch.float32 else "bf16", "gradient_accumulation_steps": MICRO}
-    accelerator, over = accelerate.Accelerator(cpu=True, **given), OVER_RETURNED.get(name)
+    arguments = {
+        "mixed_precision": "no" if precision == torch.float32 else "bf16",
+        "gradient_accumulation_steps": MICRO,
+    }
+    accelerator, over = accelerate.Accelerator(cpu=True, **arguments), OVER_RETURNED.get(name)
     model = Model(name) if over is None else Logits()
     wrapped, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE), loader())
     steps, losses = [], []
@@ -89,8 +92,11 @@ def fitted(name, precision, folder):
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
     quiet |= {"enable_model_summary": False, "default_root_dir": folder, "accelerator": "cpu"}
-    given = {"precision": "32-true" if precision == torch.float32 else "bf16-mixed", "accumulate_grad_batches": MICRO}
-    module, trainer = Module(), lightning.Trainer(max_epochs=1, **given, **quiet)
+    arguments = {
+        "precision": "32-true" if precision == torch.float32 else "bf16-mixed",
+        "accumulate_grad_batches": MICRO,
+    }
+    module, trainer = Module(), lightning.Trainer(max_epochs=1, **arguments, **quiet)
     trainer.fit(module, loader())
     trainer.validate(module, loader(), verbose=False)
     return steps, Step(torch.stack(validated).mean(), {}, {})
@@ -104,11 +110,11 @@ TRAINED += [(fitted, "logits"), (fitted, "linear")]
 @pytest.mark.parametrize("precision", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(("trained", "name"), TRAINED)
 def test_a_model_trains_and_validates(trained, name, precision, tmp_path):
-    found, validated = trained(name, precision, tmp_path)
+    actual, validated = trained(name, precision, tmp_path)
     peer, peer_validated = trained("torch, returned" if name == "returned" else "torch", precision, tmp_path)
     truth = training.fp64_steps([GIVEN[first : first + MICRO] for first in range(0, len(GIVEN), MICRO)])
-    assert len(found) == STEPS
-    training.assert_same_steps(found, truth, peer, precision)
+    assert len(actual) == STEPS
+    training.assert_same_steps(actual, truth, peer, precision)
     if validated is not None:
         model = Model("torch").double()
         model.load_state_dict(truth[-1].weights)

@@ -3,16 +3,8 @@
 import numpy
 import torch
 
+import vocab_parallel_ce as vp
 from tests.refusals.rows import CONSTANT, NAN, Row, Table, number, tensor
-from vocab_parallel_ce import (
-    VocabParallelCrossEntropy,
-    VocabShard,
-    cross_entropy_backward,
-    cross_entropy_forward,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
 
 COLUMNS = 21
 LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
@@ -20,12 +12,12 @@ ITEMS = {"reduction": "sum"}
 ONES, ONE = torch.ones(COLUMNS), torch.ones(())
 OF_SHARDS: list[Row] = [
     ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
-    ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
-    ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
-    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
-    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
-    ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
-    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size.vocab_size: expected an int, got float"),
+    ({"vocab_size": vp.VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
+    ({"vocab_size": vp.VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
+    ({"vocab_size": vp.VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
+    ({"vocab_size": vp.VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
+    ({"vocab_size": vp.VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
+    ({"vocab_size": vp.VocabShard(0, 21, 21.0)}, TypeError, "vocab_size.vocab_size: expected an int, got float"),
 ]
 OF_BOTH: list[Row] = [
     *number("softcap"),
@@ -125,7 +117,7 @@ OF_LOG_PROBS: list[Row] = [
     ({"labels": LABELS[..., None], "threshold": ROWS}, ValueError, "labels: expected one per token with .*threshold"),
 ]
 WHEN_MADE: list[Row] = [
-    ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size.vocab_size: expected an int, got NoneType"),
+    ({"vocab_size": vp.VocabShard(0, 12, None)}, TypeError, "vocab_size.vocab_size: expected an int, got NoneType"),
     ({"vocab_size": 2**25, "outputs": ("predictions",)}, ValueError, "vocab_size: must be at most"),
 ]
 WHEN_SET: list[Row] = [
@@ -142,14 +134,14 @@ def a_call():
 
 def with_attributes(logits, labels, **attributes):
     """A call of a module whose attributes are set after it was made."""
-    module = VocabParallelCrossEntropy(label_smoothing=0.3)
+    module = vp.VocabParallelCrossEntropy(label_smoothing=0.3)
     for name, value in attributes.items():
         setattr(module, name, value)
     return module(logits, labels)
 
 
 def of_positions(positions):
-    return VocabParallelCrossEntropy(*positions)
+    return vp.VocabParallelCrossEntropy(*positions)
 
 
 KEYWORDS = "VocabParallelCrossEntropy: expected keywords alone, got 1 .*class_weight="
@@ -173,20 +165,20 @@ OF_SECOND_STEP: list[Row] = [
 
 def a_first_step():
     given = LOGITS.clone(), LABELS, 0.0, False, None, -100
-    return {"_input": cross_entropy_forward(*given)[1], "grad_output": torch.ones(2, 3)}
+    return {"_input": vp.cross_entropy_forward(*given)[1], "grad_output": torch.ones(2, 3)}
 
 
 TABLES = [
-    Table("parallel_cross_entropy", parallel_cross_entropy, lambda: {"inp": LOGITS, "target": LABELS}, OF_ENGINE),
-    Table("cross_entropy_backward", cross_entropy_backward, a_first_step, OF_SECOND_STEP),
+    Table("parallel_cross_entropy", vp.parallel_cross_entropy, lambda: {"inp": LOGITS, "target": LABELS}, OF_ENGINE),
+    Table("cross_entropy_backward", vp.cross_entropy_backward, a_first_step, OF_SECOND_STEP),
     Table(
         "vocab_parallel_cross_entropy",
-        vocab_parallel_cross_entropy,
+        vp.vocab_parallel_cross_entropy,
         a_call,
         [*OF_BOTH, *OF_SHARDS, *TENSORS, PER_COLUMN, *OF_LOSS, *OF_LOSS_AT_CALLS],
     ),
-    Table("token_log_probs", token_log_probs, a_call, [*OF_BOTH, *OF_SHARDS, *TENSORS, *OF_LOG_PROBS]),
-    Table("VocabParallelCrossEntropy", VocabParallelCrossEntropy, dict, [*OF_BOTH, *OF_LOSS, *WHEN_MADE]),
+    Table("token_log_probs", vp.token_log_probs, a_call, [*OF_BOTH, *OF_SHARDS, *TENSORS, *OF_LOG_PROBS]),
+    Table("VocabParallelCrossEntropy", vp.VocabParallelCrossEntropy, dict, [*OF_BOTH, *OF_LOSS, *WHEN_MADE]),
     Table("VocabParallelCrossEntropy misplaced", of_positions, lambda: {"positions": ()}, [POSITIONS]),
     Table("VocabParallelCrossEntropy set", with_attributes, a_call, WHEN_SET),
 ]

@@ -40,7 +40,7 @@ class Policy(NamedTuple):
         return Policy(leaves, self.labels.to(device), grads)  # type: ignore[arg-type]
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """What a call got; None where it returns no such thing."""
 
     log_probs: Tensor | None
@@ -75,7 +75,7 @@ def backward(outputs: Sequence[Tensor | None], grads: Sequence[Tensor], **option
     torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], **options)
 
 
-def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True, True), **options: Any) -> Found:
+def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True, True), **options: Any) -> Outcome:
     """PyTorch's result from leaves of ``dtype``: log-probabilities and entropies, and the gradients of those wanted."""
     # Gradients of 16 bits are not rounded at the end: the budget adds that. Those of logits are.
     leaves = [leaf.detach().to(dtype).to(torch.promote_types(dtype, torch.float32)) for leaf in inputs.leaves]
@@ -84,27 +84,29 @@ def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True
     values = oracle.values(logits if dtype == torch.float64 else logits.float(), inputs.labels, **options)
     outputs = values.log_probs, values.entropy
     backward([out if is_wanted else None for out, is_wanted in zip(outputs, wanted, strict=True)], inputs.grads)
-    return Found(values.log_probs.detach(), values.entropy.detach(), tuple(leaf.grad for leaf in leaves))
+    return Outcome(values.log_probs.detach(), values.entropy.detach(), tuple(leaf.grad for leaf in leaves))
 
 
-def assert_right(found: Found, inputs: Policy, own: Found | None = None, *, roundings: int = 1, **options: Any) -> None:
-    """Fail unless all that was found is nearly as near to fp64 as PyTorch, or as ``own``.
+def assert_right(
+    actual: Outcome, inputs: Policy, native: Outcome | None = None, *, roundings: int = 1, **options: Any
+) -> None:
+    """Fail unless all of it is nearly as near to fp64 as PyTorch, or as ``native``.
 
-    ``own`` is what the framework's function gets; ``roundings`` are those of the gradient.
+    ``native`` is what the framework's function gets; ``roundings`` are those of the gradient.
     """
-    wanted = found.log_probs is not None, found.entropy is not None
+    wanted = actual.log_probs is not None, actual.entropy is not None
     truth = reference(inputs, torch.float64, wanted, **options)
-    peer = own or reference(inputs, inputs.leaves[0].dtype, wanted, **options)
+    peer = native or reference(inputs, inputs.leaves[0].dtype, wanted, **options)
     ignored = inputs.labels == -100
-    for value, true, other in zip(found[:2], truth[:2], peer[:2], strict=True):
+    for value, true, other in zip(actual[:2], truth[:2], peer[:2], strict=True):
         if value is not None:
             assert_within_budget(value, true, other.to(value.dtype))
-    is_head = len(found.grads) == 2  # whose entropies of ignored tokens are 0 too
-    assert found.log_probs is None or not found.log_probs[ignored].any()
-    assert found.entropy is None or not is_head or not found.entropy[ignored].any()
-    if is_head or found.entropy is None:
-        assert not found.grads[0][ignored].any()
-    for grad, true, other in zip(found.grads, truth.grads, peer.grads, strict=True):
+    is_head = len(actual.grads) == 2  # whose entropies of ignored tokens are 0 too
+    assert actual.log_probs is None or not actual.log_probs[ignored].any()
+    assert actual.entropy is None or not is_head or not actual.entropy[ignored].any()
+    if is_head or actual.entropy is None:
+        assert not actual.grads[0][ignored].any()
+    for grad, true, other in zip(actual.grads, truth.grads, peer.grads, strict=True):
         if grad is not None:
             assert_within_budget(grad, true, other, roundings=roundings)
 
@@ -134,18 +136,18 @@ def without_the_last(inputs: Policy) -> Policy:
     return inputs._replace(labels=labels)
 
 
-def whole(results: Sequence[Found]) -> Found:
+def whole(results: Sequence[Outcome]) -> Outcome:
     """What the ranks got together: the same outputs, bit for bit, and the gradient of all columns."""
-    for found in results:
-        for value, first in zip(found[:2], results[0][:2], strict=True):
+    for actual in results:
+        for value, first in zip(actual[:2], results[0][:2], strict=True):
             assert (value is None and first is None) or torch.equal(value, first)
     *_, grads = results[0]
-    parts = [found.grads[-1] for found in results]
+    parts = [actual.grads[-1] for actual in results]
     return results[0]._replace(grads=(*grads[:-1], torch.cat(parts, -1 if len(grads) == 1 else 0)))
 
 
 def real_module(name: str) -> Any:
-    """The framework's own module, or a skip that names what is missing."""
+    """The framework's native module, or a skip that names what is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -32,81 +32,81 @@ AUTOMODEL = f"{nemo_automodel.LOSSES}.loss"
 BETAS = (0, 1, 0.3)
 
 
-def _given(rank, group, inputs):
+def _shards(rank, group, inputs):
     return rl.shards(inputs, rank, 2, device_of(rank, group))
 
 
-def _of_outputs(leaves, log_probs=None, entropy=None, *, grads):
+def _outcome(leaves, log_probs=None, entropy=None, *, grads):
     """The results of a call, after backward."""
     rl.backward([log_probs, entropy], grads)
     outputs = (None if output is None else output.detach() for output in (log_probs, entropy))
-    return rl.Found(*outputs, tuple(leaf.grad for leaf in leaves))
+    return rl.Outcome(*outputs, tuple(leaf.grad for leaf in leaves))
 
 
 def _verl(rank, group):
-    functions, given = rl.real_module(VERL_SHARDS), _given(rank, group, rl.policy(kind="peaked"))
-    (leaf,) = rl.leaves_of(given)
+    functions, inputs = rl.real_module(VERL_SHARDS), _shards(rank, group, rl.policy(kind="peaked"))
+    (leaf,) = rl.leaves_of(inputs)
     entropy = functions.vocab_parallel_entropy(leaf * 1)
-    log_probs = functions.vocab_parallel_log_probs_from_logits(leaf * 1, given.labels)
-    return [_of_outputs([leaf], log_probs, entropy, grads=given.grads)]
+    log_probs = functions.vocab_parallel_log_probs_from_logits(leaf * 1, inputs.labels)
+    return [_outcome([leaf], log_probs, entropy, grads=inputs.grads)]
 
 
 def _nemo_logits(rank, group):
     """With padding, in chunks, and of two sequences in one tensor."""
-    utils, given = rl.real_module(NEMO_RL), _given(rank, group, rl.next_tokens(rl.policy(kind="confident")))
-    place, found = (*rl.columns_of(rank, group), group), []
+    utils, inputs = rl.real_module(NEMO_RL), _shards(rank, group, rl.next_tokens(rl.policy(kind="confident")))
+    place, actual = (*rl.columns_of(rank, group), group), []
     for padding, options in ((0, {}), (2, {}), (0, {"chunk_size": 3})):
-        (leaf,) = rl.leaves_of(given)
+        (leaf,) = rl.leaves_of(inputs)
         padded = torch.cat([leaf * 1, leaf.new_full((rl.SEQUENCES, padding, leaf.shape[-1]), 7.0)], dim=1)
-        log_probs = utils.from_parallel_logits_to_logprobs(padded, given.labels, *place, **options)
-        found.append(_of_outputs([leaf], F.pad(log_probs, (0, 1)), grads=given.grads))
-    (leaf,) = rl.leaves_of(given)
+        log_probs = utils.from_parallel_logits_to_logprobs(padded, inputs.labels, *place, **options)
+        actual.append(_outcome([leaf], F.pad(log_probs, (0, 1)), grads=inputs.grads))
+    (leaf,) = rl.leaves_of(inputs)
     ends = torch.arange(0, rl.SEQUENCES * rl.LENGTH + 1, rl.LENGTH, device=leaf.device)
-    packed = (leaf * 1).reshape(1, rl.SEQUENCES * rl.LENGTH, -1), given.labels.reshape(1, -1), ends, rl.LENGTH
+    packed = (leaf * 1).reshape(1, rl.SEQUENCES * rl.LENGTH, -1), inputs.labels.reshape(1, -1), ends, rl.LENGTH
     log_probs = utils.from_parallel_logits_to_logprobs_packed_sequences(*packed, *place)
-    return [*found, _of_outputs([leaf], F.pad(log_probs, (0, 1)), grads=given.grads)]
+    return [*actual, _outcome([leaf], F.pad(log_probs, (0, 1)), grads=inputs.grads)]
 
 
 def _nemo_head(rank, group):
-    given = _given(rank, group, rl.next_tokens(rl.policy(kind="confident", head=True)))
-    hidden, weight = rl.leaves_of(given)
+    inputs = _shards(rank, group, rl.next_tokens(rl.policy(kind="confident", head=True)))
+    hidden, weight = rl.leaves_of(inputs)
     part = hidden.transpose(0, 1).contiguous().chunk(2)[rank]
     place = *rl.columns_of(rank, group), group
     function = rl.real_module(NEMO_RL).from_parallel_hidden_states_to_logprobs
-    log_probs = function(part, weight, False, given.labels, *place, chunk_size=2)
-    found = _of_outputs([hidden, weight], F.pad(log_probs, (0, 1)), grads=given.grads)
-    dist.all_reduce(found.grads[0], group=group)
-    return [found]
+    log_probs = function(part, weight, False, inputs.labels, *place, chunk_size=2)
+    actual = _outcome([hidden, weight], F.pad(log_probs, (0, 1)), grads=inputs.grads)
+    dist.all_reduce(actual.grads[0], group=group)
+    return [actual]
 
 
 def _skyrl(rank, group):
-    utils, given = rl.real_module(skyrl.MODULE), _given(rank, group, rl.policy(kind="peaked"))
-    place, found = (*rl.columns_of(rank, group), group), []
+    utils, inputs = rl.real_module(skyrl.MODULE), _shards(rank, group, rl.policy(kind="peaked"))
+    place, actual = (*rl.columns_of(rank, group), group), []
     for chunk_size in (None, 3):
-        (leaf,) = rl.leaves_of(given)
-        targets = given.labels.roll(1, dims=-1)
+        (leaf,) = rl.leaves_of(inputs)
+        targets = inputs.labels.roll(1, dims=-1)
         log_probs = utils.from_parallel_logits_to_logprobs(leaf * 1, targets, *place, chunk_size=chunk_size)
-        rl.backward([log_probs], [given.grads[0][:, :-1]])
-        found += [log_probs.detach(), leaf.grad]
+        rl.backward([log_probs], [inputs.grads[0][:, :-1]])
+        actual += [log_probs.detach(), leaf.grad]
     for options in ({}, {"chunk_size": 2}):
-        (leaf,) = rl.leaves_of(given)
+        (leaf,) = rl.leaves_of(inputs)
         entropy = utils.vocab_parallel_entropy(leaf * 1, **options)
-        rl.backward([entropy], given.grads[1:])
-        found += [entropy.detach(), leaf.grad]
-    hidden, weight = rl.leaves_of(_given(rank, group, rl.policy(kind="peaked", head=True)))
+        rl.backward([entropy], inputs.grads[1:])
+        actual += [entropy.detach(), leaf.grad]
+    hidden, weight = rl.leaves_of(_shards(rank, group, rl.policy(kind="peaked", head=True)))
     options = {"chunk_size": 2, "temperature": 0.7}
-    log_probs = utils.from_parallel_hidden_to_logprobs(hidden, weight, given.labels, *place, **options)
-    rl.backward([log_probs], [given.grads[0][:, :-1]])
-    return [*found, log_probs.detach(), hidden.grad, weight.grad]
+    log_probs = utils.from_parallel_hidden_to_logprobs(hidden, weight, inputs.labels, *place, **options)
+    rl.backward([log_probs], [inputs.grads[0][:, :-1]])
+    return [*actual, log_probs.detach(), hidden.grad, weight.grad]
 
 
 def _swift_policy(rank, group):
-    functions, given, found = rl.real_module(swift.SHARDS), _given(rank, group, rl.policy(kind="confident")), []
+    functions, inputs, actual = rl.real_module(swift.SHARDS), _shards(rank, group, rl.policy(kind="confident")), []
     for compute_entropy in (False, True):
-        (leaf,) = rl.leaves_of(given)
-        outputs = functions.compute_logps_and_entropy_from_logits(leaf * 1, given.labels, compute_entropy)
-        found.append(_of_outputs([leaf], *outputs, grads=given.grads))
-    return found
+        (leaf,) = rl.leaves_of(inputs)
+        outputs = functions.compute_logps_and_entropy_from_logits(leaf * 1, inputs.labels, compute_entropy)
+        actual.append(_outcome([leaf], *outputs, grads=inputs.grads))
+    return actual
 
 
 def _pair(device="cpu"):
@@ -114,39 +114,39 @@ def _pair(device="cpu"):
 
 
 def _swift_divergences(rank, group):
-    functions, gkd, found = rl.real_module(swift.SHARDS), rl.real_module(swift.GKD), []
+    functions, gkd, actual = rl.real_module(swift.SHARDS), rl.real_module(swift.GKD), []
     pair = _pair(device_of(rank, group))
     cut = [tensor.chunk(2, -1)[rank].contiguous() for tensor in pair]
-    of_shards = functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div
-    of_whole = gkd.default_log_softmax, gkd.default_kl_div
+    sharded = functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div
+    unsharded = gkd.default_log_softmax, gkd.default_kl_div
     for beta in BETAS:
-        for (student, teacher), given in ((cut, of_shards), (pair, of_whole), (pair, ())):
+        for (student, teacher), callables in ((cut, sharded), (pair, unsharded), (pair, ())):
             leaf = student.clone().requires_grad_()
-            loss = gkd.jsd_loss(leaf * 1, teacher, beta, *given)
+            loss = gkd.jsd_loss(leaf * 1, teacher, beta, *callables)
             loss.backward(torch.tensor(0.75, device=leaf.device))
-            found += [loss.detach(), leaf.grad]
-    return found
+            actual += [loss.detach(), leaf.grad]
+    return actual
 
 
 def _swift_gkd(rank, group):
     """The whole pipeline, of tokens that are not ignored, and of a teacher that is known at its top k."""
     functions, gkd = rl.real_module(swift.SHARDS), rl.real_module(swift.GKD)
     gather = rl.real_module("swift.megatron.trainers.gkd_utils").tp_gather_topk
-    given, teacher, found = _given(rank, group, rl.policy()), rl.policy(kind="confident").leaves[0], []
-    part = teacher.chunk(2, -1)[rank].to(given.labels.device)
+    inputs, teacher, actual = _shards(rank, group, rl.policy()), rl.policy(kind="confident").leaves[0], []
+    part = teacher.chunk(2, -1)[rank].to(inputs.labels.device)
     values, indices = teacher.to(part.device).log_softmax(-1).topk(4)
     functions = gather, functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div
     for output in (gkd.TeacherOutput(full_logits=part), gkd.TeacherOutput(topk_logprobs=values, topk_indices=indices)):
-        (leaf,) = rl.leaves_of(given)
-        total, n_valid = gkd.gkd_loss(leaf * 1, output, given.labels, 0.5, 0.7, *functions)
+        (leaf,) = rl.leaves_of(inputs)
+        total, n_valid = gkd.gkd_loss(leaf * 1, output, inputs.labels, 0.5, 0.7, *functions)
         total.backward()
-        found += [total.detach(), torch.as_tensor(n_valid), leaf.grad]
-    return found
+        actual += [total.detach(), torch.as_tensor(n_valid), leaf.grad]
+    return actual
 
 
 def _registry(**options):
     build = rl.real_module(AUTOMODEL).build_loss_module
-    return {name: build(name, **given) for name, given in options.items()}
+    return {name: build(name, **arguments) for name, arguments in options.items()}
 
 
 def _automodel_dtensors(rank, group):
@@ -154,7 +154,7 @@ def _automodel_dtensors(rank, group):
     mesh = init_device_mesh(device_of(rank, group).type, (2,), mesh_dim_names=("tp",))
     made = batch("some_ignored", rows=8, vocab_size=21)
     logits, labels = made.logits.view(2, 4, 21).to(mesh.device_type), made.labels.view(2, 4).to(mesh.device_type)
-    built, found = _registry(MaskedCrossEntropy={"reduction": "none"}, KDLoss={"temperature": 2.0}), []
+    built, actual = _registry(MaskedCrossEntropy={"reduction": "none"}, KDLoss={"temperature": 2.0}), []
     for placement in (Shard(2), Replicate()):
         leaf = distribute_tensor(logits, mesh, [placement]).requires_grad_()
         with record_collectives() as collectives:
@@ -162,11 +162,11 @@ def _automodel_dtensors(rank, group):
         losses.backward(rl.policy().grads[0].reshape(losses.shape).to(losses))
         if nemo_automodel.report().installed:
             assert [call.name for call in collectives] == ["_allgather_base_"] * placement.is_shard()
-        found += [losses.detach(), leaf.grad.full_tensor()]
+        actual += [losses.detach(), leaf.grad.full_tensor()]
     leaf, teacher = (distribute_tensor(each, mesh, [Shard(2)]) for each in (logits, logits.flip(-1)))
     loss = built["KDLoss"](leaf.requires_grad_().flatten(0, 1), teacher.flatten(0, 1), labels.flatten())
     loss.backward()
-    return [*found, loss.detach(), leaf.grad.full_tensor()]
+    return [*actual, loss.detach(), leaf.grad.full_tensor()]
 
 
 class Case(NamedTuple):
@@ -175,7 +175,7 @@ class Case(NamedTuple):
     integration: str
     needs: str  # the framework's module
     call: Callable[..., list[Any]]
-    truth: Any = None  # the inputs of each Found that the call returns
+    truth: Any = None  # the inputs of each Outcome that the call returns
 
 
 CASES = {
@@ -210,10 +210,10 @@ def _both(rank, group, name):
     module = integrations.__getattr__(case.integration)
     with _megatron_group(group, case.integration):
         rl.real_module(case.needs)
-        own = case.call(rank, group)
+        native = case.call(rank, group)
         with module.installed() as report:
             assert report.rebound and report.left.items() >= module._switch.left.items()
-            return own, case.call(rank, group)
+            return native, case.call(rank, group)
 
 
 @rl.in_two_ranks
@@ -223,11 +223,11 @@ def test_two_ranks(rank_pool, impl, name):
     rl.real_module(case.needs)
     results = rank_pool.run(_both, name)
     if case.truth is None:
-        for own, found in results:
-            torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+        for native, actual in results:
+            torch.testing.assert_close(actual, native, rtol=1e-4, atol=1e-5)
         return
-    for own, found in zip(*(zip(*each, strict=True) for each in zip(*results, strict=True)), strict=True):
-        rl.assert_right(rl.whole(found), case.truth, rl.whole(own))
+    for native, actual in zip(*(zip(*each, strict=True) for each in zip(*results, strict=True)), strict=True):
+        rl.assert_right(rl.whole(actual), case.truth, rl.whole(native))
 
 
 @rl.on_devices
@@ -238,22 +238,22 @@ def test_verl(monkeypatch, device, dtype):
         monkeypatch.setattr(functions, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
         monkeypatch.setattr(ppo, "_FLASH_ATTN_CROSS_ENTROPY_AVAILABLE", False)
     logits, head = (rl.policy(dtype, "confident", head=has_head, device=device) for has_head in (False, True))
-    own, module = functions.logprobs_from_logits, ppo.FusedLinearForPPO()
+    native, module = functions.logprobs_from_logits, ppo.FusedLinearForPPO()
 
     def both():
-        leaves, of_head = rl.leaves_of(logits), rl.leaves_of(head)
+        leaves, head_leaves = rl.leaves_of(logits), rl.leaves_of(head)
         log_probs = functions.logprobs_from_logits(leaves[0] * 1, logits.labels).float()
-        outputs = module(*of_head, head.labels, temperature=0.7)
-        return _of_outputs(leaves, log_probs, grads=logits.grads), _of_outputs(of_head, *outputs, grads=head.grads)
+        outputs = module(*head_leaves, head.labels, temperature=0.7)
+        return _outcome(leaves, log_probs, grads=logits.grads), _outcome(head_leaves, *outputs, grads=head.grads)
 
     peers = both()
     with verl.installed() as report:
         assert {f"{VERL}.logprobs_from_logits", f"{PPO}.FusedLinearForPPO.forward"} <= set(report.rebound)
-        assert functions.logprobs_from_logits is not own
-        found = both()
-    assert functions.logprobs_from_logits is own
-    rl.assert_right(found[0], logits, peers[0])
-    rl.assert_right(found[1], head, peers[1], temperature=0.7)
+        assert functions.logprobs_from_logits is not native
+        actual = both()
+    assert functions.logprobs_from_logits is native
+    rl.assert_right(actual[0], logits, peers[0])
+    rl.assert_right(actual[1], head, peers[1], temperature=0.7)
 
 
 @rl.on_devices
@@ -269,14 +269,14 @@ def test_openrlhf(monkeypatch, device):
         outputs = [utils.compute_entropy(logits), utils.log_probs_from_logits(logits, inputs.labels)]
         for output, grad in zip(outputs, inputs.grads[::-1], strict=True):
             rl.backward([output], [grad], retain_graph=True)
-        return rl.Found(outputs[1].detach(), outputs[0].detach(), (leaf.grad,))
+        return rl.Outcome(outputs[1].detach(), outputs[0].detach(), (leaf.grad,))
 
-    own = both()
+    native = both()
     with openrlhf.installed() as report:
         assert list(report.left) == ["the head"]
-        found = both()
-    rl.assert_right(found, inputs, own)
-    assert both().log_probs.equal(own.log_probs)
+        actual = both()
+    rl.assert_right(actual, inputs, native)
+    assert both().log_probs.equal(native.log_probs)
 
 
 ENGINES = {
@@ -292,11 +292,11 @@ ENGINES = {
 def test_engines_use_them(name):
     """Their modules have the names by ``from ... import``."""
     engine, module = rl.real_module(name), importlib.import_module(f"{integrations.__name__}.{name.partition('.')[0]}")
-    own = {function: getattr(engine, function) for function in ENGINES[name]}
+    native = {function: getattr(engine, function) for function in ENGINES[name]}
     with module.installed() as report:
-        for function in own:
-            assert f"{name}.{function}" in report.rebound and getattr(engine, function) is not own[function]
-    assert all(getattr(engine, function) is own[function] for function in own) and not module.report().rebound
+        for function in native:
+            assert f"{name}.{function}" in report.rebound and getattr(engine, function) is not native[function]
+    assert all(getattr(engine, function) is native[function] for function in native) and not module.report().rebound
 
 
 @pytest.mark.reference
@@ -309,43 +309,43 @@ def test_the_registry_of_nemo_automodel(reduction):
 
     def every():
         leaf, (hidden, weight), student = *rl.leaves_of(logits), rl.leaves_of(head), *rl.leaves_of(logits)
-        found = [built["MaskedCrossEntropy"](leaf * 1, logits.labels, num_label_tokens=n_tokens)]
-        found.append(built["ChunkedCrossEntropy"](hidden * 1, head.labels, weight * 1, n_tokens))
-        found.append(built["KDLoss"](student * 1, teacher, logits.labels, n_tokens))
-        torch.autograd.backward(found)
-        return [value.detach() for value in found], [tensor.grad for tensor in (leaf, hidden, weight, student)]
+        actual = [built["MaskedCrossEntropy"](leaf * 1, logits.labels, num_label_tokens=n_tokens)]
+        actual.append(built["ChunkedCrossEntropy"](hidden * 1, head.labels, weight * 1, n_tokens))
+        actual.append(built["KDLoss"](student * 1, teacher, logits.labels, n_tokens))
+        torch.autograd.backward(actual)
+        return [value.detach() for value in actual], [tensor.grad for tensor in (leaf, hidden, weight, student)]
 
-    own = every()
+    native = every()
     with nemo_automodel.installed() as report:
         assert f"{nemo_automodel.LOSSES}.masked_ce.MaskedCrossEntropy.forward" in report.rebound
-        torch.testing.assert_close(every(), own, rtol=1e-5, atol=1e-6)
-    assert all(map(torch.equal, every()[0], own[0]))
+        torch.testing.assert_close(every(), native, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, every()[0], native[0]))
 
 
 @pytest.mark.reference
 def test_other_functions_and_a_teacher_with_a_gradient_are_ms_swifts():
     gkd, (student, teacher) = rl.real_module(swift.GKD), _pair()
-    own = gkd.jsd_loss
+    native = gkd.jsd_loss
 
     def halved(logits):
         return (logits / 2).log_softmax(-1)
 
     with swift.installed():
         for other, functions in ((teacher, (halved, gkd.default_kl_div)), (teacher.clone().requires_grad_(), ())):
-            given = student, other, 0.3, *functions
-            assert torch.equal(gkd.jsd_loss(*given), own(*given))
+            inputs = student, other, 0.3, *functions
+            assert torch.equal(gkd.jsd_loss(*inputs), native(*inputs))
 
 
 @pytest.mark.cuda
 def test_verls_kernel():
-    own = rl.real_module(VERL_KERNEL).linear_cross_entropy
+    native = rl.real_module(VERL_KERNEL).linear_cross_entropy
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 128, generator=generator).mul(0.5).cuda() for n in (256, 1024))
     labels = torch.randint(0, 1024, (256,), generator=generator).cuda()
     grads = [torch.randn(256, generator=generator).cuda() for _ in range(2)]  # verl's takes contiguous ones alone
     for dtype, tolerance in ((torch.float32, 2e-3), (torch.bfloat16, 3e-2)):  # verl's fp32 products are TF32
         results = []
-        for function in (own, verl.linear_cross_entropy):
+        for function in (native, verl.linear_cross_entropy):
             leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
             outputs = function(*leaves, labels, 0.7, "none", None)
             torch.autograd.backward(outputs, grads)
