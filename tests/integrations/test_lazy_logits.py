@@ -49,16 +49,16 @@ def inputs(dtype=torch.float32, scale=3.0):
 
 def both(program, dtype=torch.float32, scale=3.0):
     """What a program returns of lazy logits, and of real ones, or its error; and the events of the lazy ones."""
-    found = []
+    results = []
     for lazy in (False, True):
         hidden, weight, labels = inputs(dtype, scale)
         head = Recording(hidden, weight)
         try:
             made = program(of(head) if lazy else F.linear(hidden, weight), labels, hidden, weight)
-            found.append([each.detach() for each in made])
+            results.append([each.detach() for each in made])
         except RuntimeError as error:
-            found.append(str(error).partition("which is")[0])
-    return *found[::-1], head.events
+            results.append(str(error).partition("which is")[0])
+    return *results[::-1], head.events
 
 
 def with_gradients(loss_of):

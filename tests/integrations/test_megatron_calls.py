@@ -44,9 +44,9 @@ def _signatures(rank, group, impl):
         """With NeMo's formula of label smoothing, as Megatron's source has it, but over the whole vocabulary."""
         leaf = whole.double()[..., :columns].requires_grad_()
         log_probs = leaf.log_softmax(-1)
-        own = log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        others = (log_probs.sum(-1) - own) / (columns - 1)
-        loss = -((1 - smoothing) * own + smoothing * others).masked_fill(labels < 0, 0.0)
+        label_log_probs = log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        others = (log_probs.sum(-1) - label_log_probs) / (columns - 1)
+        loss = -((1 - smoothing) * label_log_probs + smoothing * others).masked_fill(labels < 0, 0.0)
         loss.backward(weights.double())
         gradient = torch.nn.functional.pad(leaf.grad, (0, stubs.COLUMNS - columns))
         return loss.detach(), gradient.chunk(2, -1)[rank]
@@ -74,11 +74,11 @@ def _signatures(rank, group, impl):
 
 @in_two_ranks
 def test_signatures_smoothing_labels_and_padding(rank_pool, impl):
-    for found in rank_pool.run(_signatures, impl):
-        for name, (of_call, truth) in found.items():
-            actual = [tensor.double() for tensor in of_call]
+    for results in rank_pool.run(_signatures, impl):
+        for name, (ours, truth) in results.items():
+            actual = [tensor.double() for tensor in ours]
             torch.testing.assert_close(actual, list(truth), rtol=1e-5, atol=1e-5, msg=name)
-        loss, gradient = found["ignored"][0]
+        loss, gradient = results["ignored"][0]
         assert not loss[0].any() and not loss[1, 0] and not gradient[0].any() and not gradient[1, 0].any()
 
 

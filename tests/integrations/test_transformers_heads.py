@@ -94,9 +94,9 @@ def hook_of_all_modules(model):
 
 def other_linear(model):
     """Another forward of every nn.Linear."""
-    own = nn.Linear.forward
-    nn.Linear.forward = lambda self, hidden: own(self, hidden) * 0.9
-    return SimpleNamespace(remove=lambda: setattr(nn.Linear, "forward", own))
+    native = nn.Linear.forward
+    nn.Linear.forward = lambda self, hidden: native(self, hidden) * 0.9
+    return SimpleNamespace(remove=lambda: setattr(nn.Linear, "forward", native))
 
 
 Llama, Gemma, GPT = LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel
@@ -147,7 +147,7 @@ def test_a_changed_model_is_fused_or_keeps_its_logits_and_says_why_once(name, wh
         if when == "before":
             install(model)
         inputs = tiny_inputs(model)
-        found = [own_step(model, inputs) for _ in range(3)]
+        actual = [own_step(model, inputs) for _ in range(3)]
         ((why, count),) = calls_of(model).items()
         uninstall()
         expected = step(model, inputs)
@@ -155,7 +155,7 @@ def test_a_changed_model_is_fused_or_keeps_its_logits_and_says_why_once(name, wh
         if hasattr(undo, "remove"):
             undo.remove()
     assert count == 3 and (why == "fused" if reason is None else reason in why)
-    assert [differs(each, expected) for each in found] == [None] * 3
+    assert [differs(each, expected) for each in actual] == [None] * 3
     said = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
     assert len(said) == (reason is not None) and all(why in line and cls.__name__ in line for line in said)
 

@@ -158,15 +158,15 @@ def test_a_module_takes_the_number_of_items_and_returns_outputs(impl_device, fam
     if family == "linear":
         owner = torch.nn.ModuleList([head := torch.nn.Linear(WIDTH, COLUMNS, bias=False)])
         head.weight.data.copy_(inputs.weight)
-        module, given = package.LinearCrossEntropy(owner.to(device)[0], **options), inputs.hidden.to(device)
-        expected = package.linear_cross_entropy(given, head.weight, labels, num_items=4, **options)
+        module, states = package.LinearCrossEntropy(owner.to(device)[0], **options), inputs.hidden.to(device)
+        expected = package.linear_cross_entropy(states, head.weight, labels, num_items=4, **options)
     else:
-        module, given = package.VocabParallelCrossEntropy(**options), inputs.logits().to(device)
-        expected = package.vocab_parallel_cross_entropy(given, labels, num_items=4, **options)
+        module, states = package.VocabParallelCrossEntropy(**options), inputs.logits().to(device)
+        expected = package.vocab_parallel_cross_entropy(states, labels, num_items=4, **options)
     for each in (module, copy.deepcopy(module), module.eval()):
-        for found in (each(given, labels, 4), each(given, labels, num_items=4)):
-            assert isinstance(found, package.Outputs) and torch.equal(found.loss, expected.loss)
-            assert torch.equal(found.predictions, expected.predictions)
+        for actual in (each(states, labels, 4), each(states, labels, num_items=4)):
+            assert isinstance(actual, package.Outputs) and torch.equal(actual.loss, expected.loss)
+            assert torch.equal(actual.predictions, expected.predictions)
     assert not list(module.parameters()) and not module.state_dict()
 
 

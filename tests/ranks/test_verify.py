@@ -282,7 +282,7 @@ def _different_calls(rank, group):
         vp.TopKTeacher(ids[..., None], values)
         for ids, values in ((labels, log_probs), (a.labels, log_probs), (a.labels, log_probs - rank))
     )
-    of_loss = partial(vp.vocab_parallel_cross_entropy, a.logits, a.labels, group=group)
+    loss = partial(vp.vocab_parallel_cross_entropy, a.logits, a.labels, group=group)
     whole = partial(vp.distillation_loss, a.logits, a.logits.detach().neg(), group=group)
     few = partial(vp.distillation_loss, a.logits, known, group=group)
     js = partial(vp.distillation_loss, a.logits, divergence="js", group=group)
@@ -301,7 +301,7 @@ def _different_calls(rank, group):
         "head's reduction": partial(head, reduction=("sum", "mean")[rank]),
         "head's items": partial(head, num_items=3 + rank),
         "smoothing": partial(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100),
-        "z-loss": partial(of_loss, z_loss=0.1 * rank),
+        "z-loss": partial(loss, z_loss=0.1 * rank),
     }
     with verify_calls():
         return {name: error_of(attempt) for name, attempt in attempts.items()}
