@@ -75,30 +75,22 @@ def _tied_elsewhere(model):
     model.other.weight = model.lm_head.weight
 
 
-def _hooked(model):
-    model.lm_head.register_forward_hook(lambda *_: None)
-
-
-def _parametrised(model):
-    nn.utils.parametrizations.weight_norm(model.lm_head)
-
-
-def _deepspeed(model):
-    model.lm_head.weight.ds_id = 0
-
-
-def _replaced(model):
-    model.lm_head = nn.Sequential(model.lm_head)
-
-
 def _with_lora(model):
     from peft import LoraConfig, get_peft_model
 
     get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))
 
 
-def _with_max_norm(model):
-    model.get_input_embeddings().max_norm = 1.0
+CHANGES = {
+    "tied elsewhere": _tied_elsewhere,
+    "hooks": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "parametrised": lambda model: nn.utils.parametrizations.weight_norm(model.lm_head),
+    "deepspeed": lambda model: setattr(model.lm_head.weight, "ds_id", 0),
+    "replaced": lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)),
+    "lora": _with_lora,
+    "max_norm": lambda model: setattr(model.get_input_embeddings(), "max_norm", 1.0),
+    "elsewhere": lambda model: model.to("meta"),
+}
 
 
 def _refusals(rank, group, impl):
@@ -107,16 +99,6 @@ def _refusals(rank, group, impl):
     square = init_device_mesh(device.type, (1, 2), mesh_dim_names=("dp", "rows"))
     cut = shard_lm_head(small.small_model("llama").to(device), mesh)
     wrapped = fully_shard(small.small_model("llama").to(device), mesh=mesh)
-    changes = {
-        "tied elsewhere": _tied_elsewhere,
-        "hooks": _hooked,
-        "parametrised": _parametrised,
-        "deepspeed": _deepspeed,
-        "replaced": _replaced,
-        "lora": _with_lora,
-        "max_norm": _with_max_norm,
-        "elsewhere": lambda model: model.to("meta"),
-    }
     attempts = {
         "no mesh": lambda: shard_lm_head(small.small_model("llama"), group),
         "two dimensions": lambda: shard_lm_head(small.small_model("llama"), square),
@@ -125,7 +107,7 @@ def _refusals(rank, group, impl):
         "fsdp": lambda: shard_lm_head(wrapped, mesh),
     }
     models = {}
-    for name, change in changes.items():
+    for name, change in CHANGES.items():
         models[name] = small.small_model("llama", tied=name == "max_norm").to(device)
         change(models[name])
         attempts[name] = lambda model=models[name]: shard_lm_head(model, mesh)

@@ -141,15 +141,10 @@ def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
         assert counts == {"fused": 2}
 
 
-def _in_bf16(rank, group, impl, how):
-    losses, gradients, counts, _ = _data_parallel(rank, group, impl, how, torch.bfloat16)
-    return losses, gradients, counts
-
-
 @pytest.mark.parametrize("how", ["root", "own", "list"])
 @in_two_ranks
 def test_fsdp_with_mixed_precision_is_as_exact_as_without_the_fused_loss(rank_pool, impl, how):
-    for (losses, own), (truth, found, native), counts in rank_pool.run(_in_bf16, impl, how):
+    for (losses, own), (truth, found, native), counts, _ in rank_pool.run(_data_parallel, impl, how, torch.bfloat16):
         assert counts == {"fused": 2}
         assert own == pytest.approx(losses, rel=2e-3)
         for name, gradient in truth.items():
