@@ -196,17 +196,6 @@ def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
     assert not timer.was_queued("waits") and max(sleeps) <= clock.LONGEST_SLEEP_SECONDS
 
 
-def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
-    (torch_eager,) = providers.chosen(EAGER, KNOWN)
-
-    def found(other):
-        monkeypatch.setattr(clock.Ranks, "gathered", lambda ranks, own: [own, other])
-        return measure.attempt(measure.subject_of(LOGITS, ALONE, 3), torch_eager, ScriptedTimer())
-
-    assert found(("out of memory", {})) == {"refused": "out of memory"}
-    assert found((None, {"peak_bytes": 960}))["peak_bytes"] == 960
-
-
 def refused_by_one(rank, group):
     """What the ranks say of a loss that only rank 1 finds wrong."""
 
@@ -228,13 +217,6 @@ def test_a_loss_that_one_rank_finds_wrong_keeps_no_rank_waiting(rank_pool, impl)
     assert rank_pool.run(refused_by_one, timeout=30) == [{"refused": "wrong: gradient"}] * 2
 
 
-def test_a_row_whose_gradient_cancels_counts_as_zero():
-    right = torch.zeros(8, 4, dtype=torch.float64)
-    right[0, 1], right[1:6] = 1.0, 1e-17  # of six rows that are not 0, five are what fp64 leaves of 0
-    found = calls.errors_of((torch.ones(8), right.float().round()), [torch.ones(8), right], ("gradient",))
-    assert found["gradient"] < 1e-13
-
-
 def computed_here(rank, group):
     """Each of torchtitan's providers of the page, and whether this project computed its call."""
     subject = measure.subject_of(cases.Case("frameworks", 8, 40, 2), clock.Ranks(rank, 2, group, "cpu"), 1)
@@ -254,17 +236,3 @@ def test_a_framework_is_measured_without_and_with_this_project(rank_pool, impl):
     names = ("torchtitan loss", "torchtitan log-probs")
     without, given = dict.fromkeys(names, False), {f"{name}, installed": True for name in names}
     assert rank_pool.run(computed_here) == [without | given] * 2
-
-
-def times_of(rank, group):
-    timer, case = clock.CpuTimer(ranks=2), cases.Case("none", 96, 40, 2, dtype="float32")
-    subject = measure.subject_of(case, clock.Ranks(rank, 2, group, "cpu"), 1)
-    subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
-    results = measure.measure(subject, providers.chosen(f"{OURS},{SHARDED}", KNOWN), timer)
-    return timer.slowest(3.0 + rank, 9.0 - rank), [result["ms"] for result in results]
-
-
-@in_ranks((2,), (), ())
-def test_the_slowest_rank_counts(rank_pool, impl):
-    (slowest, times), other = rank_pool.run(times_of)
-    assert slowest == (4.0, 9.0) and other == (slowest, times) and min(times) > 0

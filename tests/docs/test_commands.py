@@ -80,12 +80,6 @@ def _check_test_run(words, config):
             assert (ROOT / word).exists(), f"no file {word}"
 
 
-def test_commands_are_found():
-    text = '`pip install -e .`, `a.py`\n```bash\nA="b c"\ntorchrun --nproc-per-node 2 s.py --p "$A" \\\n  -q # r\n```\n'
-    assert list(commands_of(text)) == [("python", "s.py", "--p", "b c", "-q"), ("pip", "install", "-e", ".")]
-    assert len(COMMANDS) > 30 and {words[0] for words in COMMANDS} == {"python", "bash", "pip"}
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command(words, monkeypatch, pytestconfig):
     program, first, *rest = words

@@ -1,6 +1,5 @@
-"""The tutorial is its script, which has 42 lines of code, learns, and gives on two ranks what it gives on one."""
+"""The tutorial is its script, which learns and gives on two ranks what it gives on one."""
 
-import ast
 import importlib.util
 
 import pytest
@@ -12,7 +11,6 @@ import matplotlib.pyplot as plt
 from tests.docs.markdown import ROOT, python_blocks
 
 SCRIPT = ROOT / "scripts" / "examples" / "tutorial.py"
-MOST_LINES = 42
 
 
 def _run(rank, group, picture):
@@ -27,13 +25,9 @@ def _run(rank, group, picture):
 
 
 @pytest.mark.reference
-def test_the_page_has_the_script_and_it_is_short():
-    text = SCRIPT.read_text(encoding="utf-8")
+def test_the_page_has_the_script():
     (shown,) = python_blocks((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"))
-    assert text.endswith(f'"""\n\n{shown}')
-    end = ast.parse(text).body[0].end_lineno
-    code = [line for line in text.splitlines()[end:] if line.strip() and not line.strip().startswith("#")]
-    assert len(code) <= MOST_LINES
+    assert SCRIPT.read_text(encoding="utf-8").endswith(f'"""\n\n{shown}')
 
 
 @pytest.mark.gloo

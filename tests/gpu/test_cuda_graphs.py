@@ -246,37 +246,16 @@ def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     return results
 
 
-def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
-    """The same of a forward and a ``backward()`` in one graph, which fills ``.grad``."""
-    program, results = OverHeads(vp.linear_cross_entropy, MODULES[name][1]), []
-    hidden, weight, labels, grad_output = static = _inputs_of_rank(program, rank, group, seed=0)
-    module = HeadAndLoss(weight, group, *MODULES[name])
-    hidden.requires_grad_()
-    graph, outputs = captured(lambda: module.results(group, hidden, labels, grad_output), warm_ups=3)
-    for seed in SEEDS:
-        with torch.no_grad():
-            for of_graph, new in zip(static, _inputs_of_rank(program, rank, group, seed), strict=True):
-                of_graph.copy_(new)
-        graph.replay()
-        results.append([output.clone().cpu() for output in outputs])
-    return results
-
-
-in_both_ways = pytest.mark.parametrize("results_of", (_graphed, _captured_grads), ids=("graphed", "captured"))
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", MODULES)
-@in_both_ways
-def test_a_module_in_graphs_is_right(results_of, name):
-    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), [results_of(0, None, name)])
+def test_a_module_in_graphs_is_right(name):
+    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
 
 
 @pytest.mark.parametrize("name", MODULES)
-@in_both_ways
 @on_two_gpus
-def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, results_of, name):
-    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), rank_pool.run(results_of, name))
+def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, name):
+    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
 
 
 @pytest.mark.cuda

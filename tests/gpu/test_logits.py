@@ -9,6 +9,7 @@ from torch.autograd import DeviceType
 from torch.nn.functional import pad
 from torch.profiler import ProfilerActivity, profile
 
+import vocab_parallel_ce as vp
 from tests.support.cases.inputs import batch
 from tests.support.cases.logits import EVERY, GRADIENTS, METRICS, REDUCTIONS, Results, assert_right, check, flat_outputs
 from tests.support.host.gpu import (
@@ -17,15 +18,6 @@ from tests.support.host.gpu import (
     assert_right_past_2_to_the_31_elements,
     captured,
     extra_peak_bytes,
-)
-from vocab_parallel_ce import (
-    TopKTeacher,
-    cross_entropy_backward,
-    cross_entropy_forward,
-    distillation_loss,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
 )
 
 pytestmark = pytest.mark.cuda
@@ -42,7 +34,7 @@ def inputs(seed=0):
 
 def plain_step(logits, labels, numbers, **options):
     source = logits.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(source, labels, **options)
+    loss = vp.vocab_parallel_cross_entropy(source, labels, **options)
     return loss, *torch.autograd.grad(loss, source, numbers if loss.dim() else numbers[0])
 
 
@@ -51,24 +43,24 @@ def step_with_every_option(logits, labels, numbers, num_items=None):
     source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
     options = {**EVERY, "reduction": "sum", "outputs": METRICS}
     options["num_items"] = 40 + numbers[0] if num_items is None else num_items
-    outputs = flat_outputs(vocab_parallel_cross_entropy(source, labels, vocab_size=COLUMNS, **options))
+    outputs = flat_outputs(vp.vocab_parallel_cross_entropy(source, labels, vocab_size=COLUMNS, **options))
     return *outputs, *torch.autograd.grad(outputs[0], source, torch.ones_like(outputs[0]))
 
 
 def step_of_log_probs(logits, labels, numbers):
     source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
     options = {"outputs": ("entropy",), "temperature": 0.7, "softcap": 20.0, "vocab_size": COLUMNS}
-    outputs = flat_outputs(token_log_probs(source, labels, **options))
+    outputs = flat_outputs(vp.token_log_probs(source, labels, **options))
     return *outputs, *torch.autograd.grad(outputs, source, [numbers[:1].expand(ROWS), numbers])
 
 
 def step_of_soft_losses(logits, labels, numbers):
     leaf, teacher = logits.detach().requires_grad_(), logits.detach().flip(-1)
     log_probs, ids = teacher.float().log_softmax(-1).topk(4)
-    js = distillation_loss(leaf * 1, teacher, divergence="js", labels=labels, hard_weight=0.5)
-    losses = [js, distillation_loss(leaf * 1, teacher.softmax(-1).log())]
-    known = (TopKTeacher(ids, log_probs, rest) for rest in ("ignore", "bucket"))
-    losses += [distillation_loss(leaf * 1, each, labels=labels) for each in known]
+    js = vp.distillation_loss(leaf * 1, teacher, divergence="js", labels=labels, hard_weight=0.5)
+    losses = [js, vp.distillation_loss(leaf * 1, teacher.softmax(-1).log())]
+    known = (vp.TopKTeacher(ids, log_probs, rest) for rest in ("ignore", "bucket"))
+    losses += [vp.distillation_loss(leaf * 1, each, labels=labels) for each in known]
     return *(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), leaf)
 
 
@@ -94,16 +86,16 @@ def test_the_host_never_waits():
             step(logits, labels, numbers)
         for num_items in (torch.tensor(40), 40):
             step_with_every_option(logits, labels, numbers, num_items)
-        _, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
-        cross_entropy_backward(grad, grad_output)
+        _, grad = vp.cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
+        vp.cross_entropy_backward(grad, grad_output)
 
     assert_host_never_waits(every_path)
 
 
 OF_LOGITS = {
-    "mean": vocab_parallel_cross_entropy,
-    "none": partial(vocab_parallel_cross_entropy, reduction="none"),
-    "log-probs": partial(token_log_probs, outputs=("entropy",), temperature=0.7),
+    "mean": vp.vocab_parallel_cross_entropy,
+    "none": partial(vp.vocab_parallel_cross_entropy, reduction="none"),
+    "log-probs": partial(vp.token_log_probs, outputs=("entropy",), temperature=0.7),
 }
 IN_PLACE = [*product(("mean", "none"), (32000, 32001)), ("log-probs", 64128), ("log-probs", 50257)]
 
@@ -153,7 +145,7 @@ def test_no_copy_of_dense_layouts(shape):
 
     def step():
         torch.autograd.graph.increment_version(logits)  # written anew
-        loss = vocab_parallel_cross_entropy(view, labels, gradient="in_backward")
+        loss = vp.vocab_parallel_cross_entropy(view, labels, gradient="in_backward")
         torch.autograd.grad(loss, view)
 
     assert extra_peak_bytes(step) < 64 * labels.numel()
@@ -166,7 +158,7 @@ def test_nothing_but_the_loss_under_no_grad():
 
     @torch.no_grad()
     def step():
-        vocab_parallel_cross_entropy(logits, labels)
+        vp.vocab_parallel_cross_entropy(logits, labels)
 
     assert extra_peak_bytes(step) < 32 * 2048
 
@@ -176,14 +168,14 @@ def test_more_than_2_to_the_31_elements():
     rows, columns = 32_832, 65_537  # the last 64 rows lie within 128-byte lines as the first 64 do
 
     def step(logits, labels):
-        losses = parallel_cross_entropy(logits.requires_grad_(), labels, overwrite_input=True)
+        losses = vp.parallel_cross_entropy(logits.requires_grad_(), labels, overwrite_input=True)
         (grad,) = torch.autograd.grad(losses, logits, torch.ones_like(losses))
         return losses, grad
 
     def step_of_tail(tail, labels):
-        want = vocab_parallel_cross_entropy(tail.clone(), labels, reduction="none")
+        want = vp.vocab_parallel_cross_entropy(tail.clone(), labels, reduction="none")
         source = tail.clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(source, labels, reduction="none")
+        loss = vp.vocab_parallel_cross_entropy(source, labels, reduction="none")
         (want_grad,) = torch.autograd.grad(loss, source, torch.ones_like(loss))
         return want, want_grad
 
@@ -198,7 +190,7 @@ def test_warm_up_and_capture_of_a_cuda_graph_are_not_checked(gradient):
     static = values.clone().requires_grad_()
 
     def step():
-        loss = vocab_parallel_cross_entropy(static, labels, gradient=gradient, impl="triton")
+        loss = vp.vocab_parallel_cross_entropy(static, labels, gradient=gradient, impl="triton")
         torch.autograd.grad(loss, static)
         return (loss,)
 
@@ -229,7 +221,7 @@ def test_tensors_on_a_gpu_that_is_not_current(reduction):
     torch.cuda.set_device(0)
     there = logits.to("cuda:1").requires_grad_()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        loss = vocab_parallel_cross_entropy(there, labels.to("cuda:1"), reduction=reduction)
+        loss = vp.vocab_parallel_cross_entropy(there, labels.to("cuda:1"), reduction=reduction)
         (grad,) = torch.autograd.grad(loss, there, torch.ones_like(loss))
         torch.cuda.synchronize(1)
     assert torch.cuda.current_device() == 0
@@ -237,7 +229,7 @@ def test_tensors_on_a_gpu_that_is_not_current(reduction):
     gpus = [e.device_index for e in launches if any(name in e.name for name in KERNELS)]
     assert gpus == [1] * (2 if reduction == "none" else 3)  # the statistics store an unreduced loss
     here = logits.clone().requires_grad_()
-    expected = vocab_parallel_cross_entropy(here, labels, reduction=reduction)
+    expected = vp.vocab_parallel_cross_entropy(here, labels, reduction=reduction)
     (expected_grad,) = torch.autograd.grad(expected, here, torch.ones_like(expected))
     assert torch.equal(loss.cpu(), expected.cpu())
     assert torch.equal(grad.cpu(), expected_grad.cpu())
@@ -249,7 +241,7 @@ def test_launches_of_few_rows_wait_for_those_of_the_call_before():
     labels = torch.randint(131072, (6, 16), device="cuda")
     with torch.no_grad():
         found = [
-            vocab_parallel_cross_entropy(*each, reduction="none")
+            vp.vocab_parallel_cross_entropy(*each, reduction="none")
             for _ in range(50)
             for each in zip(sources, labels, strict=True)
         ]
@@ -268,7 +260,7 @@ def test_launches_of_few_rows_wait_for_what_was_queued_before(reduction):
 
     def loss_and_gradient(source, labels):
         leaf = memory.copy_(source).requires_grad_()
-        loss = vocab_parallel_cross_entropy(leaf, labels, reduction=reduction, gradient="out_of_place")
+        loss = vp.vocab_parallel_cross_entropy(leaf, labels, reduction=reduction, gradient="out_of_place")
         (grad,) = torch.autograd.grad(loss.sum(), leaf)
         memory.requires_grad_(False)
         memory.zero_()

@@ -353,16 +353,6 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
     assert_refused(rank_pool.run(_refusals, impl), expected)
 
 
-def _outside(rank, group):
-    logits = DTensor.from_local(torch.zeros(3, 8), DeviceMesh("cpu", [0]), [Shard(1)], run_check=False)
-    return rank and messages_of({"": lambda: cross_entropy(logits, torch.zeros(3, dtype=torch.int64))})[0][""]
-
-
-@in_ranks((2,), (), ())
-def test_a_rank_outside_of_the_mesh(rank_pool, impl):
-    assert "logits: this rank must be in the mesh of the DTensor" in rank_pool.run(_outside)[1]
-
-
 def _compiled(rank, group, impl, function, outputs, fullgraph):
     """Compiled and eager: the loss and this rank's part of the gradient."""
     device, found = device_of(rank, group), []

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import accelerate
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from tests.support.frameworks.rl import real_module
@@ -189,27 +188,6 @@ def test_an_engine_of_several_ranks_trains_alike_and_fused(rank_pool, impl, name
 @pytest.mark.parametrize("name", [name for name in ENGINES if name not in ON_RANKS])
 def test_an_engine_of_one_process_trains_alike_and_fused(name, dtype, mechanism):
     _assert_same(_pair(0, torch.device("cpu"), "reference", name, dtype, mechanism), name, dtype)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("wrapper", ("Fabric", "FSDP1"))
-def test_the_wrapper_of_an_engine_is_as_good_a_target_as_the_model(wrapper, llama):
-    class Holder(nn.Module):
-        """Has the attributes of what it holds, as both do."""
-
-        def __init__(self):
-            super().__init__()
-            setattr(self, {"Fabric": "_original_module", "FSDP1": "_fsdp_wrapped_module"}[wrapper], llama)
-
-        def __getattr__(self, name):
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(llama, name)
-
-    wrapped = Holder()
-    assert install(wrapped).rebound and audit(wrapped) == {}
-    assert uninstall(wrapped) == {"LlamaForCausalLM": "restored"}
 
 
 # Models whose own forward something else has made before install().

@@ -7,23 +7,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from tests.support.frameworks.logits_readers import (
-    PLACES,
-    READERS,
-    RETAINED,
-    WAYS,
-    Step,
-    differentiated,
-    differs,
-    matters,
-    true_reader,
-    ways_of,
-)
-from vocab_parallel_ce.integrations.transformers import install, uninstall
+from tests.support.frameworks import logits_readers as readers
+from vocab_parallel_ce.integrations.transformers import install
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.reference
-CELLS = [(reader, way) for reader in READERS for way in ways_of(reader)]
+CELLS = [(reader, way) for reader in readers.READERS for way in readers.ways_of(reader)]
 
 
 @functools.cache
@@ -36,7 +25,7 @@ def loss_of(model, reader=None, place="beside"):
     inputs = tiny_inputs(model)
 
     def read(logits, labels, *_, **__):
-        return READERS[reader](logits, labels, None)
+        return readers.READERS[reader](logits, labels, None)
 
     if reader is None:
         return model(**inputs).loss
@@ -50,62 +39,55 @@ def loss_of(model, reader=None, place="beside"):
 @functools.cache
 def expected(cls, reader=None, place="beside"):
     model = model_of(cls)
-    return differentiated(model, loss_of(model, reader, place))
+    return readers.differentiated(model, loss_of(model, reader, place))
 
 
 def installed_for(model, mechanism, way):
     """A second backward needs gradients that are not computed in forward."""
-    install(model, mechanism=mechanism, gradient="in_backward" if way == RETAINED else "auto")
+    install(model, mechanism=mechanism, gradient="in_backward" if way == readers.RETAINED else "auto")
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", readers.PLACES)
 @pytest.mark.parametrize("reader,way", CELLS)
 def test_a_reader_gets_the_gradients_of_the_model(reader, way, place, mechanism):
-    model, truth = model_of(LlamaForCausalLM), expected(LlamaForCausalLM, true_reader(reader, place), place)
-    assert matters(truth, expected(LlamaForCausalLM), "lm_head.weight")
+    model, truth = model_of(LlamaForCausalLM), expected(LlamaForCausalLM, readers.true_reader(reader, place), place)
+    assert readers.matters(truth, expected(LlamaForCausalLM), "lm_head.weight")
     installed_for(model, mechanism, way)
-    try:
-        assert differs(differentiated(model, loss_of(model, reader, place), way), truth) is None
-    finally:
-        uninstall(model)
+    assert readers.differs(readers.differentiated(model, loss_of(model, reader, place), way), truth) is None
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", readers.WAYS)
 def test_a_routers_loss_beside_a_loss_function_of_this_package(way, mechanism, monkeypatch):
     model, step = model_of(MixtralForCausalLM), ("vocab_parallel_cross_entropy", "inside")
     router, truths = "model.layers.0.mlp.gate.weight", []
     for coefficient in (0.0, 10.0):
         monkeypatch.setattr(model, "router_aux_loss_coef", coefficient)
-        truths.append(differentiated(model, loss_of(model, *step)))
-    assert matters(truths[1], truths[0], router)
+        truths.append(readers.differentiated(model, loss_of(model, *step)))
+    assert readers.matters(truths[1], truths[0], router)
     installed_for(model, mechanism, way)
-    try:
-        assert differs(differentiated(model, loss_of(model, *step), way), truths[1]) is None
-    finally:
-        uninstall(model)
+    assert readers.differs(readers.differentiated(model, loss_of(model, *step), way), truths[1]) is None
 
 
 def gradients_of_logits(model, reader):
     """Of a reader's loss for the logits themselves, alone and with the head's weight."""
     inputs, weight = tiny_inputs(model), model.lm_head.weight
     logits = model(**inputs).logits
-    loss = READERS[reader](logits, inputs["labels"], None)
+    loss = readers.READERS[reader](logits, inputs["labels"], None)
     (alone,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    return Step(loss, dict(zip("abc", (alone, *torch.autograd.grad(loss, [logits, weight])), strict=True)))
+    return readers.Step(loss, dict(zip("abc", (alone, *torch.autograd.grad(loss, [logits, weight])), strict=True)))
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("reader", [reader for reader, way in CELLS if way == RETAINED and (reader, "grad") in CELLS])
+@pytest.mark.parametrize(
+    "reader", [reader for reader, way in CELLS if way == readers.RETAINED and (reader, "grad") in CELLS]
+)
 def test_the_gradient_of_the_logits_themselves(reader, mechanism):
     model = model_of(LlamaForCausalLM)
     truth = gradients_of_logits(model, reader)
     install(model, mechanism=mechanism)
-    try:
-        assert differs(gradients_of_logits(model, reader), truth) is None
-    finally:
-        uninstall(model)
+    assert readers.differs(gradients_of_logits(model, reader), truth) is None
 
 
 OF_LOGITS = {
@@ -121,13 +103,10 @@ def test_the_gradient_of_the_logits_beside_a_fused_loss_is_refused(way, mechanis
     """The fused loss does not depend on the logits: their gradient would lack its part."""
     model = model_of(LlamaForCausalLM)
     install(model, mechanism=mechanism)
-    try:
-        outputs = model(**tiny_inputs(model))
-        loss = outputs.loss + (0 if way == "unused" else outputs.logits.square().sum())
-        with pytest.raises(RuntimeError, match="^logits: their gradient would lack the loss's part"):
-            OF_LOGITS[way](loss, outputs.logits)
-    finally:
-        uninstall(model)
+    outputs = model(**tiny_inputs(model))
+    loss = outputs.loss + (0 if way == "unused" else outputs.logits.square().sum())
+    with pytest.raises(RuntimeError, match="^logits: their gradient would lack the loss's part"):
+        OF_LOGITS[way](loss, outputs.logits)
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
@@ -142,10 +121,7 @@ def test_the_gradient_of_what_the_fused_loss_does_not_use(mechanism):
     model = model_of(LlamaForCausalLM)
     truth = gradient()
     install(model, mechanism=mechanism)
-    try:
-        torch.testing.assert_close(gradient(), truth, rtol=1e-5, atol=1e-5)
-    finally:
-        uninstall(model)
+    torch.testing.assert_close(gradient(), truth, rtol=1e-5, atol=1e-5)
 
 
 LATER = {
@@ -171,7 +147,4 @@ def test_logits_without_gradients_are_read_after_their_mode(reader, mode):
     model = model_of(LlamaForCausalLM)
     truth = values()
     install(model)
-    try:
-        torch.testing.assert_close(values(), truth, rtol=1e-5, atol=1e-5)
-    finally:
-        uninstall(model)
+    torch.testing.assert_close(values(), truth, rtol=1e-5, atol=1e-5)

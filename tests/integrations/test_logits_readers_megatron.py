@@ -2,16 +2,7 @@
 
 import pytest
 
-from tests.support.frameworks.logits_readers import (
-    PLACES,
-    READERS,
-    RETAINED,
-    differentiated,
-    differs,
-    matters,
-    true_reader,
-    ways_of,
-)
+from tests.support.frameworks import logits_readers as readers
 from tests.support.ranks.pools import device_of, in_ranks
 
 pytest.importorskip("megatron.core")
@@ -26,10 +17,10 @@ in_two_ranks = in_ranks((2,), (), (2,))
 
 def copied(logits, labels, group):
     """Megatron's Function in front of a loss of its own."""
-    return READERS["a Function"](tensor_parallel.copy_to_tensor_model_parallel_region(logits), labels, group)
+    return readers.READERS["a Function"](tensor_parallel.copy_to_tensor_model_parallel_region(logits), labels, group)
 
 
-ALL = READERS | {"copy_to_tensor_model_parallel_region": copied}
+ALL = readers.READERS | {"copy_to_tensor_model_parallel_region": copied}
 
 
 def loss_of(model, inputs, group, reader=None, place="beside"):
@@ -57,16 +48,18 @@ def _read(rank, group, impl, reader):
     device, wrong = device_of(rank, group), {}
     with stubs.megatron_ranks(rank, group, 2):
         model, inputs = stubs.small_model("gpt", device), stubs.batch(device)
-        plain = differentiated(model, loss_of(model, inputs, group))
-        for place in PLACES:
-            expected = differentiated(model, loss_of(model, inputs, group, true_reader(reader, place), place))
-            assert matters(expected, plain, "output_layer.weight")
-            for way in ways_of(reader):
-                options = {"gradient": "in_backward"} if way == RETAINED else {}
+        plain = readers.differentiated(model, loss_of(model, inputs, group))
+        for place in readers.PLACES:
+            expected = readers.differentiated(
+                model, loss_of(model, inputs, group, readers.true_reader(reader, place), place)
+            )
+            assert readers.matters(expected, plain, "output_layer.weight")
+            for way in readers.ways_of(reader):
+                options = {"gradient": "in_backward"} if way == readers.RETAINED else {}
                 with megatron.installed(linear=True, impl=impl, **options):
                     try:
-                        actual = differentiated(model, loss_of(model, inputs, group, reader, place), way)
-                        wrong[place, way] = differs(actual, expected)
+                        actual = readers.differentiated(model, loss_of(model, inputs, group, reader, place), way)
+                        wrong[place, way] = readers.differs(actual, expected)
                     except Exception as error:
                         wrong[place, way] = f"{type(error).__name__}: {error}"
     return wrong

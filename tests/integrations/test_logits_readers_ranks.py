@@ -5,15 +5,8 @@ import copy
 
 import pytest
 
+from tests.support.frameworks import transformers_ranks as small
 from tests.support.frameworks.logits_readers import PLACES, READERS
-from tests.support.frameworks.transformers_ranks import (
-    DDP,
-    assert_same_gradients,
-    gradients_of,
-    halves,
-    small_model,
-    wrap,
-)
 from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import install
 
@@ -37,29 +30,29 @@ def loss_of(model, batch, readers, place):
 def _wrapped(rank, group, impl, how, mechanism, readers, place):
     """Gradients without install(), of the mean over the ranks, and of each step of a wrapped model with it."""
     device = device_of(rank, group)
-    model, batches = small_model("llama").to(device), halves(device)
+    model, batches = small.small_model("llama").to(device), small.halves(device)
     if place == "inside":
         model.loss_function = lambda logits, labels, *_, **__: read(logits, labels, readers)
     reference, actual = copy.deepcopy(model), []
     for batch in (batch for part in batches for batch in part):
         (loss_of(reference, batch, readers, place) / 2).backward()
     install(model, mechanism=mechanism, impl=impl)
-    wrapped = wrap(model, how, device)
+    wrapped = small.wrap(model, how, device)
     for _ in range(STEPS):
         wrapped.zero_grad()
         with wrapped.no_sync() if how == "ddp, views" else contextlib.nullcontext():
             loss_of(wrapped, batches[rank][0], readers, place).backward()
         loss_of(wrapped, batches[rank][1], readers, place).backward()
-        actual.append(gradients_of(wrapped))
-    return gradients_of(reference), actual
+        actual.append(small.gradients_of(wrapped))
+    return small.gradients_of(reference), actual
 
 
 @pytest.mark.parametrize("readers", READ_BY)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("how", [*DDP, "root", "own"])
+@pytest.mark.parametrize("how", [*small.DDP, "root", "own"])
 @in_two_ranks
 def test_gradients_are_averaged(rank_pool, impl, how, mechanism, place, readers):
     for expected, steps in rank_pool.run(_wrapped, impl, how, mechanism, READ_BY[readers], place):
         for actual in steps:
-            assert_same_gradients(actual, expected)
+            small.assert_same_gradients(actual, expected)

@@ -33,60 +33,53 @@ def _megatrons_own_afterwards():
 
 
 def _signatures(rank, group, impl):
-    """Losses and gradients of our functions as Megatron and others call them, beside Megatron's own."""
-    device = device_of(rank, group)
+    """Losses and gradients of our functions as Megatron and others call them, of its own, and in fp64."""
+    device, generator = device_of(rank, group), torch.Generator().manual_seed(0)
+    whole = 4 * torch.randn(stubs.LENGTH, stubs.BATCH, stubs.COLUMNS, generator=generator)
+    target = torch.randint(stubs.REAL_SIZE, whole.shape[:2], generator=generator)
+    weights, negative = torch.randn(whole.shape[:2], generator=generator), target.clone()
+    negative[0], negative[1, 0] = -1, -100
+
+    def truth(labels=target, smoothing=0.0, columns=stubs.COLUMNS):
+        """With NeMo's formula of label smoothing, as Megatron's source has it, but over the whole vocabulary."""
+        leaf = whole.double()[..., :columns].requires_grad_()
+        log_probs = leaf.log_softmax(-1)
+        label_log_probs = log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        others = (log_probs.sum(-1) - label_log_probs) / (columns - 1)
+        loss = -((1 - smoothing) * label_log_probs + smoothing * others).masked_fill(labels < 0, 0.0)
+        loss.backward(weights.double())
+        gradient = torch.nn.functional.pad(leaf.grad, (0, stubs.COLUMNS - columns))
+        return loss.detach(), gradient.chunk(2, -1)[rank]
+
+    def run(name, labels, *args, function=None, options=None, **kwargs):
+        leaf = (whole.chunk(2, -1)[rank].to(device) * 1).requires_grad_()
+        with megatron.installed(impl=impl, **(options or {})):
+            loss = (function or getattr(losses, name))(leaf * 1, labels.to(device), *args, **kwargs)
+        loss.backward(weights.to(device))
+        return loss.detach(), leaf.grad
+
     with stubs.megatron_ranks(rank, group, 2):
-        generator = torch.Generator().manual_seed(0)
-        whole = 4 * torch.randn(stubs.LENGTH, stubs.BATCH, stubs.COLUMNS, generator=generator)
-        target = torch.randint(stubs.REAL_SIZE, whole.shape[:2], generator=generator).to(device)
-        weights = torch.randn(whole.shape[:2], generator=generator).to(device)
-        ignored = torch.zeros_like(target, dtype=torch.bool)
-        ignored[0], ignored[1, 0] = True, True
-
-        def run(function, *args, options=None, **kwargs):
-            logits = (whole.chunk(2, -1)[rank].to(device) * 1).requires_grad_()
-            with megatron.installed(impl=impl, **(options or {})):
-                loss = getattr(losses, function)(logits * 1, *args, **kwargs)
-            loss.backward(weights)
-            return loss.detach(), logits.grad
-
-        logits = whole.chunk(2, -1)[rank].to(device).requires_grad_()
-        native = tensor_parallel.vocab_parallel_cross_entropy(logits * 1, target)  # which overwrites them
-        native.backward(weights)
-        negative = target.masked_fill(ignored, -1)
-        negative[1, 0] = -100
-        found = {
-            "group by name": run("vocab_parallel_cross_entropy", target, tp_group=group),
-            "group of Megatron": run("vocab_parallel_cross_entropy", target),
-            "fused": run("fused_vocab_parallel_cross_entropy", target, group),
-            "engine": run("te_parallel_cross_entropy", target, group, True),
+        native, name = tensor_parallel.vocab_parallel_cross_entropy, "vocab_parallel_cross_entropy"
+        return {
+            "Megatron's own": (run(name, target, function=native), truth()),
+            "group by name": (run(name, target, tp_group=group), truth()),
+            "group of Megatron": (run(name, target), truth()),
+            "fused": (run("fused_vocab_parallel_cross_entropy", target, group), truth()),
+            "engine": (run("te_parallel_cross_entropy", target, group, True), truth()),
+            "smoothing": (run(name, target, 0.1), truth(smoothing=0.1)),
+            "ignored": (run(name, negative), truth(negative)),
+            "padded": (run(name, target, options={"vocab_size": stubs.REAL_SIZE}), truth(columns=stubs.REAL_SIZE)),
         }
-        smoothed = run("vocab_parallel_cross_entropy", target, 0.1)
-        ignores = run("vocab_parallel_cross_entropy", negative)
-        padded = run("vocab_parallel_cross_entropy", target, options={"vocab_size": stubs.REAL_SIZE})
-        return whole, target, (native.detach(), logits.grad), found, smoothed, ignores, padded, ignored, weights
 
 
 @in_two_ranks
 def test_signatures_smoothing_labels_and_padding(rank_pool, impl):
-    results = rank_pool.run(_signatures, impl)
-    for rank, (whole, target, native, found, smoothed, ignores, padded, ignored, weights) in enumerate(results):
-        for losses_and_gradient in found.values():
-            torch.testing.assert_close(losses_and_gradient, native, rtol=1e-5, atol=1e-5)
-        part = slice(rank * stubs.COLUMNS // 2, (rank + 1) * stubs.COLUMNS // 2)
-        log_probs = whole.double().log_softmax(-1)
-        own = log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        # NeMo's formula, as Megatron's source has it, but over the whole vocabulary
-        others = (log_probs.sum(-1) - own) / (stubs.COLUMNS - 1)
-        torch.testing.assert_close(smoothed[0].double(), -(0.9 * own + 0.1 * others), rtol=1e-5, atol=1e-5)
-        assert not ignores[0][ignored].any() and not ignores[1][ignored].any()
-        torch.testing.assert_close(ignores[0][~ignored], native[0][~ignored], rtol=1e-5, atol=1e-5)
-        real = whole.double()[..., : stubs.REAL_SIZE].requires_grad_()
-        expected_loss = torch.nn.functional.cross_entropy(real.flatten(0, 1), target.flatten(), reduction="none")
-        expected_loss.backward(weights.double().flatten())
-        torch.testing.assert_close(padded[0].double().flatten(), expected_loss.detach(), rtol=1e-5, atol=1e-5)
-        gradient = torch.nn.functional.pad(real.grad, (0, stubs.COLUMNS - stubs.REAL_SIZE))[..., part]
-        torch.testing.assert_close(padded[1].double(), gradient, rtol=1e-5, atol=1e-5)
+    for results in rank_pool.run(_signatures, impl):
+        for name, (ours, truth) in results.items():
+            actual = [tensor.double() for tensor in ours]
+            torch.testing.assert_close(actual, list(truth), rtol=1e-5, atol=1e-5, msg=name)
+        loss, gradient = results["ignored"][0]
+        assert not loss[0].any() and not loss[1, 0] and not gradient[0].any() and not gradient[1, 0].any()
 
 
 def _rare_calls(rank, group, impl):
@@ -217,29 +210,6 @@ def test_an_option_of_the_head_on_the_fallback_path(rank_pool, impl, asked, dtyp
 def test_each_option_is_tried_on_the_fallback_path():
     tried = {name for asked in OPTIONS for name in asked} | {"impl"}
     assert tried == set(megatron.patch.OPTIONS)
-
-
-def _deterministic(rank, group, impl):
-    device = device_of(rank, group)
-    # cuBLAS would ask for a variable of the environment, which is read once in a process.
-    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
-    try:
-        with stubs.megatron_ranks(rank, group, 2):
-            model = stubs.small_model("gpt", device, dtype=torch.bfloat16, deterministic_mode=True)
-            inputs, found = stubs.batch(device), {}
-            for kind, asked in {"logits": {}, "linear": LINEAR}.items():
-                with megatron.installed(impl=impl, **asked):
-                    found[kind] = [stubs.step(model, inputs) for _ in range(2)]
-            return found
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@in_two_ranks
-def test_deterministic_mode(rank_pool, impl):
-    for found in rank_pool.run(_deterministic, impl):
-        for first, second in found.values():
-            torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def _buffers(rank, group, impl, tied, overlap):

@@ -246,27 +246,6 @@ def test_a_softcap_that_is_off_is_none() -> None:
         assert torch.equal(got.loss, expected.loss) and torch.equal(got.logits.make(), expected.logits)
 
 
-@pytest.mark.parametrize("lost", ["softcap", "scale"])
-def test_a_lost_softcap_or_scale_is_noticed(lost: str) -> None:
-    def without(*args, **arguments):
-        return stand_in_loss(*args, **{**arguments, lost: None})
-
-    model = ScaledCap()
-    expected, _ = loss_and_gradients(model, ScaledCap.forward, batch())
-    got, _ = loss_and_gradients(model, rewritten(ScaledCap.forward, without).forward, batch())
-    assert abs(got.loss - expected.loss) > 0.1
-
-
-def test_what_was_captured() -> None:
-    captured = rewritten(ScaledCap.forward).captured
-    assert (captured.head, captured.hidden, captured.logits) == ("self.lm_head", "hidden", "logits")
-    assert captured.scale == "self.config.logit_scale / self.config.logits_scaling" and captured.softcap == "cap"
-    assert captured.loss_arguments == "vocab_size=self.config.vocab_size, **kwargs"
-    assert rewritten(Decorated.forward).captured.scale == "1.0 / self.config.logits_scaling"
-    assert rewritten(GuardedCap.forward).captured.softcap == "self.config.cap"
-    assert rewritten(Casts.forward).captured.loss_arguments == "vocab_size=self.config.vocab_size, other=1, **kwargs"
-
-
 def test_the_head_runs_only_to_make_the_logits_and_what_it_is_called_with_runs_once() -> None:
     calls = []
     model = Casts()
@@ -277,12 +256,6 @@ def test_the_head_runs_only_to_make_the_logits_and_what_it_is_called_with_runs_o
     assert calls == ["hidden"]
     output.logits.make()
     assert calls == ["hidden", "head"]
-
-
-def test_logits_made_after_the_forward_has_bound_their_hidden_states_anew() -> None:
-    model = Plain()  # it sets hidden to None at its end
-    expected = Plain.forward(model, **batch())
-    assert torch.equal(MethodType(rewritten(Plain.forward).forward, model)(**batch()).logits.make(), expected.logits)
 
 
 def test_the_new_function_is_the_old_one_from_outside() -> None:

@@ -12,10 +12,15 @@ from types import MethodType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma2ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedModel,
+)
 
 from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
 from tests.support.host.fresh import fresh_python
@@ -88,13 +93,26 @@ def test_other_options_are_refused_until_uninstall(llama):
         install(llama, chunk_size=8)
     uninstall(llama)
     assert install(llama, chunk_size=8).installed
-    with pytest.raises(TypeError, match="reduction"):
-        install(llama, reduction="sum")
-    with pytest.raises(ValueError, match="mechanism: expected one of lazy, rewrite, got 'eager'"):
-        install(llama, mechanism="eager")
-    for target in (nn.Linear(2, 2), nn.Linear, 3):
-        with pytest.raises(TypeError, match="target: expected a model of transformers, its class, or None, got"):
-            install(target)
+
+
+NO_MODEL = "target: expected a model of transformers, its class, or None, got"
+REFUSED = [
+    (LlamaForCausalLM, {"reduction": "sum"}, TypeError, "reduction"),
+    (LlamaForCausalLM, {"mechanism": "eager"}, ValueError, "mechanism: expected one of lazy, rewrite, got 'eager'"),
+    (LlamaForCausalLM, {"impl": "foo"}, ValueError, "impl"),
+    (LlamaForCausalLM, {"chunk_size": -1}, ValueError, "chunk_size"),
+    (LlamaForCausalLM, {"gradient": "x"}, ValueError, "gradient"),
+    *((target, {}, TypeError, NO_MODEL) for target in (nn.Linear(2, 2), nn.Linear, 3)),
+    (LlamaModel, {}, ValueError, "LlamaModel: its forward takes no labels, or its models"),
+    (LlamaForSequenceClassification, {}, ValueError, "LlamaForSequenceClassification: its forward takes no labels, or"),
+]
+
+
+@pytest.mark.parametrize(("target", "options", "error", "message"), REFUSED)
+def test_what_install_refuses(target, options, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        install(target, **options)
+    assert not report().installed
 
 
 def loss_of_something_else(self, input_ids=None, labels=None, **kwargs):
@@ -246,29 +264,17 @@ def test_logits_to_keep(llama):
     assert same_step(llama, logits_to_keep=torch.tensor([1, 3, 8]), labels=labels[:, [1, 3, 8]])["fused"] == 2
 
 
-def test_a_mean_over_no_label_is_0_instead_of_nan(llama):
-    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100)}
-    assert step(llama, inputs).loss.isnan()
-    assert same_step(llama, labels=inputs["labels"], num_items_in_batch=3) == FUSED
-    found = step(llama, inputs)
-    assert found.loss == 0.0 and not any(grad.any() for grad in found.gradients.values())
-
-
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("n", [0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
+@pytest.mark.parametrize("n", [None, 3, 0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
 def test_a_batch_of_no_items_has_loss_0(llama, mechanism, n):
     """A Trainer passes the number of labels of all micro-batches; 0 / 0 would be NaN."""
-    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100), "num_items_in_batch": n}
-    assert step(llama, inputs).loss.isnan().all()
+    given = {} if n is None else {"num_items_in_batch": n}
+    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100)} | given
+    assert n == 3 or step(llama, inputs).loss.isnan().all()
     install(llama, mechanism=mechanism)
     found = step(llama, inputs)
     assert (found.loss == 0.0).all() and not any(grad.any() for grad in found.gradients.values())
     assert audit(llama)["fused"] == 1
-    uninstall()
-    others = tiny_inputs(llama) | {"num_items_in_batch": torch.tensor(17)}
-    expected = step(llama, others).loss
-    install(llama, mechanism=mechanism)
-    torch.testing.assert_close(step(llama, others).loss, expected, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
@@ -311,14 +317,6 @@ def test_inference_is_equal_bit_for_bit(cls):
     assert audit(model) == FUSED | {"logits made after the call": 1}  # the others had no labels
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(llama, reentrant):
-    llama.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        llama.enable_input_require_grads()
-    assert same_step(llama) == FUSED
-
-
 def test_two_backwards_need_a_gradient_that_is_computed_in_backward(llama):
     inputs = tiny_inputs(llama)
     expected = own_step(llama, inputs)
@@ -337,23 +335,6 @@ def test_two_backwards_need_a_gradient_that_is_computed_in_backward(llama):
     assert differs(expected._replace(gradients=found), expected) is None
 
 
-def test_accumulated_gradients(llama):
-    micro = [tiny_inputs(llama, seed=seed) for seed in (0, 1)]
-
-    def gradients():
-        llama.zero_grad()
-        outputs = [llama(**inputs, num_items_in_batch=40) for inputs in micro]
-        for each in outputs:
-            each.loss.backward()
-        return [parameter.grad.clone() for parameter in llama.parameters()], [each.logits + 0 for each in outputs]
-
-    expected = gradients()
-    install(llama)
-    found = gradients()
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    assert all(map(torch.equal, found[1], expected[1])) and audit(llama)["fused"] == 2
-
-
 @pytest.mark.parametrize("compiled", ["model", "layers"])
 def test_torch_compile(llama, compiled):
     inputs = tiny_inputs(llama)
@@ -369,28 +350,3 @@ def test_torch_compile(llama, compiled):
         found = found._replace(logits=expected.logits)
         assert calls_of(llama) == FUSED
     assert differs(found, expected) is None
-
-
-@pytest.fixture
-def one_gloo_rank(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_distributed_data_parallel(llama, one_gloo_rank, options, when):
-    inputs = tiny_inputs(llama)
-    expected = own_step(llama, inputs)
-    if when == "before":
-        install(llama)
-    model = DistributedDataParallel(llama, **options)
-    if when == "after":
-        install(model)
-    for _ in range(2):  # a static graph is known after the first
-        found = step(model, inputs)
-        found = found._replace(gradients={n.removeprefix("module."): g for n, g in found.gradients.items()})
-        assert differs(found, expected) is None
-    assert calls_of(model) == {"fused": 2}

@@ -248,21 +248,6 @@ def test_a_model_inside_of_one_with_labels_is_not_told_that_there_were_none(mech
     assert report().calls[event] >= 2
 
 
-def test_a_forward_that_something_else_replaced_is_named(monkeypatch, caplog):
-    def patched(self, *args, **kwargs):
-        return original(self, *args, **kwargs)
-
-    original = Llama.forward
-    monkeypatch.setattr(Llama, "forward", patched)
-    left = install().left
-    try:
-        reason = "something else has replaced its forward: install() before that"
-        assert left["transformers.models.llama.modeling_llama.LlamaForCausalLM"] == reason
-        assert f"LlamaForCausalLM: its forward is left alone: {reason}" in caplog.text
-    finally:
-        uninstall()
-
-
 @pytest.mark.parametrize("imported", [True, False])
 @pytest.mark.parametrize("change", [{"mechanism": "rewrite"}, {"chunk_size": 64}], ids=str)
 def test_other_options_for_what_is_installed_are_refused(change, imported, monkeypatch):
@@ -270,15 +255,7 @@ def test_other_options_for_what_is_installed_are_refused(change, imported, monke
     if not imported:
         monkeypatch.setattr(patch, "imported_classes", list)
     before = install()
-    try:
-        assert install() == before
-        with pytest.raises(ValueError, match="has mechanism and options .* already: uninstall\\(\\) them first"):
-            install(**change)
-        assert report() == before
-    finally:
-        uninstall()
-
-
-def test_a_class_without_a_head_of_tokens_is_refused():
-    with pytest.raises(ValueError, match="^LlamaForSequenceClassification: its forward takes no labels, or its models"):
-        install(transformers.LlamaForSequenceClassification)
+    assert install() == before
+    with pytest.raises(ValueError, match="has mechanism and options .* already: uninstall\\(\\) them first"):
+        install(**change)
+    assert report() == before

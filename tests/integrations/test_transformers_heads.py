@@ -3,8 +3,8 @@
 Each step is compared with the same model's before install(): loss, every gradient, and bit-equal logits.
 """
 
-import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,47 +43,6 @@ def test_labels_that_count_are_counted_in_training_alone(llama, monkeypatch, own
     assert told == [own.get("valid_tokens", "count"), own.get("valid_tokens")]
 
 
-@pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel])
-@pytest.mark.parametrize("tied", [False, True])
-def test_heads_tied_and_untied(cls, tied):
-    model = tiny_model(cls)
-    if not tied:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    else:
-        model.lm_head.weight = model.get_input_embeddings().weight
-    assert same_step(model) == FUSED
-
-
-def test_a_loss_without_the_softcap_would_be_seen():
-    model = tiny_model(Gemma2ForCausalLM)
-    inputs = tiny_inputs(model)
-    expected = own_step(model, inputs)
-    model.config.final_logit_softcapping = None
-    assert differs(step(model, inputs), expected) == "other logits"
-    other = step(model, inputs).loss
-    assert not torch.allclose(other, expected.loss, rtol=0.1)
-
-
-def replace_head(model):
-    model.set_output_embeddings(nn.Linear(64, 99, bias=True))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("change", [replace_head, lambda model: model.resize_token_embeddings(120)])
-def test_a_replaced_head_is_the_one_that_is_used(llama, when, change):
-    if when == "after":
-        install(llama)
-    torch.manual_seed(0)
-    change(llama)
-    if when == "before":
-        install(llama)
-    found = own_step(llama, tiny_inputs(llama))
-    head = llama.get_output_embeddings()
-    assert calls_of(llama) == FUSED and head.weight.grad.shape == head.weight.shape and head.weight.grad.any()
-    uninstall()
-    assert differs(found, step(llama, tiny_inputs(llama))) is None
-
-
 class QuantisedLinear(nn.Linear):
     """Stands for a head that stores its weight in other units."""
 
@@ -107,8 +66,12 @@ class Doubled(nn.Module):
         return 2.0 * weight
 
 
-def quantise(model):
-    model.lm_head = QuantisedLinear(64, 99, bias=False)
+def tie(model):
+    model.lm_head.weight = model.get_input_embeddings().weight
+
+
+def untie(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
 
 def quantise_weight(model):
@@ -119,50 +82,82 @@ def patch_head_forward(model):
     model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight) * 0.5
 
 
-def compile_head(model):
-    model.lm_head.compile(backend="eager")
+def reentrant(model):
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
 
 
-ODD_HEADS = {
-    "not an nn.Linear": quantise,
-    "ScaledWeight": quantise_weight,
-    "ParametrizedLinear": lambda model: parametrize.register_parametrization(model.lm_head, "weight", Doubled()),
-    "the head has hooks": lambda model: model.lm_head.register_forward_hook(lambda head, args, logits: 0.5 * logits),
-    "the head has hooks ": lambda model: model.lm_head.register_forward_pre_hook(lambda head, args: (args[0] * 0.5,)),
-    "backward hooks": lambda model: model.lm_head.register_full_backward_hook(lambda head, grads, _: (grads[0] * 2,)),
-    "replaced the head's forward": patch_head_forward,
-    "compiled": compile_head,
+def hook_of_all_modules(model):
+    hook = nn.modules.module.register_module_forward_hook
+    return hook(lambda module, args, output: output / 2 if module is model.lm_head else None)
+
+
+def other_linear(model):
+    """Another forward of every nn.Linear."""
+    native = nn.Linear.forward
+    nn.Linear.forward = lambda self, hidden: native(self, hidden) * 0.9
+    return SimpleNamespace(remove=lambda: setattr(nn.Linear, "forward", native))
+
+
+Llama, Gemma, GPT = LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel
+# A model, how it is changed, and why it is not fused then; None: it is. What is returned undoes it.
+CHANGES = {
+    **{
+        f"{change.__name__} {cls.__name__}": (cls, change, None)
+        for cls in (Llama, Gemma, GPT)
+        for change in (tie, untie)
+    },
+    "another head": (Llama, lambda m: m.set_output_embeddings(nn.Linear(64, 99, bias=True)), None),
+    "resized": (Llama, lambda m: m.resize_token_embeddings(120), None),
+    "frozen": (Llama, lambda m: m.lm_head.weight.requires_grad_(False), None),
+    "checkpointing": (Llama, lambda m: m.train().gradient_checkpointing_enable({"use_reentrant": False}), None),
+    "reentrant checkpointing": (Llama, reentrant, None),
+    "no nn.Linear": (Llama, lambda m: setattr(m, "lm_head", QuantisedLinear(64, 99, bias=False)), "not an nn.Linear"),
+    "scaled weight": (Llama, quantise_weight, "ScaledWeight"),
+    "parametrised": (
+        Llama,
+        lambda m: parametrize.register_parametrization(m.lm_head, "weight", Doubled()) and None,
+        "ParametrizedLinear",
+    ),
+    "hook": (Llama, lambda m: m.lm_head.register_forward_hook(lambda head, args, logits: 0.5 * logits), "has hooks"),
+    "pre-hook": (Llama, lambda m: m.lm_head.register_forward_pre_hook(lambda head, args: (args[0] / 2,)), "has hooks"),
+    "backward hook": (
+        Llama,
+        lambda m: m.lm_head.register_full_backward_hook(lambda head, grads, _: (grads[0] * 2,)),
+        "backward hooks",
+    ),
+    "patched": (Llama, patch_head_forward, "replaced the head's forward"),
+    "compiled": (Llama, lambda m: m.lm_head.compile(backend="eager"), "compiled"),
+    "hook of all modules": (Llama, hook_of_all_modules, "hooks of all modules"),
+    "another nn.Linear": (Llama, other_linear, "forward"),
 }
 
 
-@pytest.mark.parametrize("reason", ODD_HEADS)
+@pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_odd_head_keeps_its_logits_and_says_why_once(llama, reason, when, caplog):
+def test_a_changed_model_is_fused_or_keeps_its_logits_and_says_why_once(name, when, caplog):
     caplog.set_level(logging.WARNING, logger="vocab_parallel_ce")
+    cls, change, reason = CHANGES[name]
+    model = tiny_model(cls)
     if when == "after":
-        install(llama)
-    ODD_HEADS[reason](llama)
-    if when == "before":
-        install(llama)
-    inputs = tiny_inputs(llama)
-    found = [own_step(llama, inputs) for _ in range(3)]
-    ((why, count),) = calls_of(llama).items()
-    assert reason.strip() in why and count == 3
-    uninstall()
-    expected = step(llama, inputs)
-    assert [differs(each, expected) for each in found] == [None] * 3
+        install(model)
+    torch.manual_seed(0)
+    undo = change(model)
+    try:
+        if when == "before":
+            install(model)
+        inputs = tiny_inputs(model)
+        actual = [own_step(model, inputs) for _ in range(3)]
+        ((why, count),) = calls_of(model).items()
+        uninstall()
+        expected = step(model, inputs)
+    finally:
+        if hasattr(undo, "remove"):
+            undo.remove()
+    assert count == 3 and (why == "fused" if reason is None else reason in why)
+    assert [differs(each, expected) for each in actual] == [None] * 3
     said = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
-    assert len(said) == 1 and why in said[0] and "LlamaForCausalLM" in said[0]
-
-
-def freeze(model):
-    model.lm_head.weight.requires_grad_(False)
-
-
-def test_a_frozen_head_gets_no_gradient(llama):
-    freeze(llama)
-    assert same_step(llama) == FUSED
-    assert llama.lm_head.weight.grad is None
+    assert len(said) == (reason is not None) and all(why in line and cls.__name__ in line for line in said)
 
 
 # PEFT and accelerate
@@ -213,17 +208,6 @@ def test_the_model_inside_its_wrappers_is_installed(llama, wrappers):
         model = WRAPPERS[name](model)
     assert install(model).installed and audit(model) == {}
     assert hasattr(llama.forward, "vocab_parallel_ce") and uninstall(llama) == {"LlamaForCausalLM": "restored"}
-
-
-def test_prepared_by_accelerate_after_install(llama):
-    inputs = tiny_inputs(llama)
-    expected = own_step(Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(llama)), inputs)
-    install(llama)
-    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(llama)
-    found = step(model, inputs)
-    assert calls_of(model) == FUSED and found.logits.dtype == torch.float32
-    assert torch.equal(found.logits, expected.logits)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0.0)
 
 
 def test_prepared_by_accelerate_before_install_is_refused_by_name_and_stays_native(llama):

@@ -9,23 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.support.frameworks.transformers_ranks import (
-    HALF,
-    IS_5_17,
-    LOGITS,
-    PADDING,
-    STEPS,
-    TOKENS,
-    VOCABULARY,
-    WIDTH,
-    assert_same,
-    assert_same_gradients,
-    assert_same_training,
-    cut_model,
-    small_model,
-    tokens,
-    train,
-)
+from tests.support.frameworks import transformers_ranks as small
 from tests.support.ranks.collectives import assert_refused, messages_of
 from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import install, shard_lm_head, uninstall
@@ -36,22 +20,20 @@ in_two_ranks = in_ranks((2,), (), (2,))
 
 def _tensor_parallel(rank, group, impl, path, name, options, fused):
     device = device_of(rank, group)
-    model = small_model(name, **options).to(device)
-    inputs = tokens(device)
+    model = small.small_model(name, **options).to(device)
+    inputs = small.tokens(device)
     reference = copy.deepcopy(model)
     with torch.no_grad():
         logits = reference(**inputs).logits
-    expected = train(reference, inputs)
-    model = cut_model(rank, device, model, path)
+    expected = small.train(reference, inputs)
+    model = small.cut_model(rank, device, model, path)
     head = model.lm_head
     assert head.weight.placements == (Shard(0),)
     assert (model.get_input_embeddings().weight is head.weight) == options["tied"]
-    if fused is None:
-        return expected, train(model, inputs, 1), None
     install(model, impl=impl, **fused)
     outputs = model(**inputs)
-    assert_same(outputs.logits.detach(), logits)
-    found = train(model, inputs)
+    small.assert_same(outputs.logits.detach(), logits)
+    found = small.train(model, inputs)
     with torch.no_grad():
         looked_at = model(**inputs).logits.detach()
         counts = audit(model)
@@ -73,52 +55,24 @@ CASES = [
 @pytest.mark.parametrize(("how", "name", "tied", "fused"), CASES)
 @in_two_ranks
 def test_a_cut_head_trains_as_a_whole_one_without_its_logits(rank_pool, impl, tmp_path, how, name, tied, fused):
-    if IS_5_17 and (how, name) == ("plan", "gemma2"):
+    if small.IS_5_17 and (how, name) == ("plan", "gemma2"):
         pytest.skip("transformers 5.17's own logits of a cut Gemma 2 differ by 3e-5 from those of a whole one")
-    options = {"tied": tied, "pad_token_id": PADDING}
+    options = {"tied": tied, "pad_token_id": small.PADDING}
     path = None if how == "head" else tmp_path
     if path is not None:
-        small_model(name, **options).save_pretrained(path)
+        small.small_model(name, **options).save_pretrained(path)
     for expected, found, counts in rank_pool.run(_tensor_parallel, impl, path, name, options, fused):
-        assert_same_training(found, expected)
+        small.assert_same_training(found, expected)
         # The first and the last call's logits were looked at.
-        assert counts == {"fused": STEPS + 2, "logits made after the call": 2}
+        assert counts == {"fused": small.STEPS + 2, "logits made after the call": 2}
         # The embedding's gradient has VOCABULARY * WIDTH elements before it is cut.
-        chunk = fused.get("chunk_size", TOKENS[0] * TOKENS[1])
-        assert found.largest <= max(HALF * chunk, VOCABULARY * WIDTH) < LOGITS
-
-
-@pytest.mark.parametrize("how", ["plan", "head"])
-@in_two_ranks
-def test_a_cut_head_gathers_its_logits_otherwise(rank_pool, impl, tmp_path, how):
-    """The measure of the largest tensor sees them."""
-    options = {"tied": False}
-    small_model("llama").save_pretrained(tmp_path)
-    path = tmp_path if how == "plan" else None
-    for expected, found, _ in rank_pool.run(_tensor_parallel, impl, path, "llama", options, None):
-        assert_same_gradients(found.gradients, expected.gradients)
-        assert found.largest >= LOGITS
+        chunk = fused.get("chunk_size", small.TOKENS[0] * small.TOKENS[1])
+        assert found.largest <= max(small.HALF * chunk, small.VOCABULARY * small.WIDTH) < small.LOGITS
 
 
 def _tied_elsewhere(model):
-    model.other = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model.other = nn.Linear(small.WIDTH, small.VOCABULARY, bias=False)
     model.other.weight = model.lm_head.weight
-
-
-def _hooked(model):
-    model.lm_head.register_forward_hook(lambda *_: None)
-
-
-def _parametrised(model):
-    nn.utils.parametrizations.weight_norm(model.lm_head)
-
-
-def _deepspeed(model):
-    model.lm_head.weight.ds_id = 0
-
-
-def _replaced(model):
-    model.lm_head = nn.Sequential(model.lm_head)
 
 
 def _with_lora(model):
@@ -127,36 +81,34 @@ def _with_lora(model):
     get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))
 
 
-def _with_max_norm(model):
-    model.get_input_embeddings().max_norm = 1.0
+CHANGES = {
+    "tied elsewhere": _tied_elsewhere,
+    "hooks": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "parametrised": lambda model: nn.utils.parametrizations.weight_norm(model.lm_head),
+    "deepspeed": lambda model: setattr(model.lm_head.weight, "ds_id", 0),
+    "replaced": lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)),
+    "lora": _with_lora,
+    "max_norm": lambda model: setattr(model.get_input_embeddings(), "max_norm", 1.0),
+    "elsewhere": lambda model: model.to("meta"),
+}
 
 
 def _refusals(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2,))
     square = init_device_mesh(device.type, (1, 2), mesh_dim_names=("dp", "rows"))
-    cut = shard_lm_head(small_model("llama").to(device), mesh)
-    wrapped = fully_shard(small_model("llama").to(device), mesh=mesh)
-    changes = {
-        "tied elsewhere": _tied_elsewhere,
-        "hooks": _hooked,
-        "parametrised": _parametrised,
-        "deepspeed": _deepspeed,
-        "replaced": _replaced,
-        "lora": _with_lora,
-        "max_norm": _with_max_norm,
-        "elsewhere": lambda model: model.to("meta"),
-    }
+    cut = shard_lm_head(small.small_model("llama").to(device), mesh)
+    wrapped = fully_shard(small.small_model("llama").to(device), mesh=mesh)
     attempts = {
-        "no mesh": lambda: shard_lm_head(small_model("llama"), group),
-        "two dimensions": lambda: shard_lm_head(small_model("llama"), square),
+        "no mesh": lambda: shard_lm_head(small.small_model("llama"), group),
+        "two dimensions": lambda: shard_lm_head(small.small_model("llama"), square),
         "no model": lambda: shard_lm_head(nn.Linear(2, 2), mesh),
         "cut already": lambda: shard_lm_head(cut, mesh),
         "fsdp": lambda: shard_lm_head(wrapped, mesh),
     }
     models = {}
-    for name, change in changes.items():
-        models[name] = small_model("llama", tied=name == "max_norm").to(device)
+    for name, change in CHANGES.items():
+        models[name] = small.small_model("llama", tied=name == "max_norm").to(device)
         change(models[name])
         attempts[name] = lambda model=models[name]: shard_lm_head(model, mesh)
     refused = messages_of(attempts)

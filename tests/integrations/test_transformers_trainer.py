@@ -1,7 +1,6 @@
 """transformers.Trainer with and without install(): the same curves, the same metrics; and the example."""
 
 import copy
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -172,15 +171,6 @@ def test_evaluate_and_predict(tmp_path, case):
     assert np.array_equal(found.label_ids, predicted.label_ids)
 
 
-def test_an_evaluation_of_the_loss_alone_makes_no_logits(tmp_path):
-    model = tiny_model(LlamaForCausalLM)
-    expected = trainer_of(model, tmp_path, prediction_loss_only=True).evaluate()["eval_loss"]
-    install(model)
-    found = trainer_of(model, tmp_path, prediction_loss_only=True).evaluate()["eval_loss"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert audit(model) == {"fused": 3}
-
-
 # The example
 
 
@@ -194,24 +184,3 @@ def run_example(monkeypatch, *arguments):
 def test_the_example(monkeypatch, capsys, arguments, calls):
     run_example(monkeypatch, *arguments)
     assert f"calls of the model: {calls}" in capsys.readouterr().out
-
-
-def check_curves(document, steps):
-    assert list(document["curves"]) == ["llama", "gemma2", "mixtral", "qwen3"]
-    for curves in document["curves"].values():
-        assert len(curves["native"]["losses"]) == steps
-        assert curves["fused"]["calls"] == {"fused": 2 * steps} and curves["native"]["calls"] == {}
-        np.testing.assert_allclose(curves["fused"]["losses"], curves["native"]["losses"], rtol=1e-5)
-
-
-def test_the_examples_comparison(monkeypatch, tmp_path):
-    run_example(monkeypatch, "--steps", "1", "--compare", str(tmp_path / "curves"))
-    check_curves(json.loads((tmp_path / "curves.json").read_text()), steps=1)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_committed_curves():
-    document = json.loads((SCRIPTS / "results" / "transformers_curves.json").read_text())
-    check_curves(document, steps=30)
-    for curves in document["curves"].values():
-        assert curves["fused"]["losses"][-1] < curves["fused"]["losses"][0] - 1.5

@@ -12,17 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from tests.support.frameworks.transformers_ranks import (
-    IS_5_17,
-    RATE,
-    accumulate,
-    assert_same,
-    assert_same_gradients,
-    gradients_of,
-    halves,
-    small_model,
-    wrap,
-)
+from tests.support.frameworks import transformers_ranks as small
 from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
@@ -34,23 +24,23 @@ WRAPS = ("root", "reshard", "own", "own, reshard", "list", "ddp", "ddp, unused",
 
 def _data_parallel(rank, group, impl, how, dtype):
     device = device_of(rank, group)
-    model = small_model("llama", how == "tied").to(device)
-    batches = halves(device)
+    model = small.small_model("llama", how == "tied").to(device)
+    batches = small.halves(device)
     reference = copy.deepcopy(model)
-    losses = [accumulate(reference, part, 0.5) for part in batches][rank]
-    expected = gradients_of(reference)
+    losses = [small.accumulate(reference, part, 0.5) for part in batches][rank]
+    expected = small.gradients_of(reference)
     policy = MixedPrecisionPolicy(param_dtype=dtype) if dtype is not None else None
     if dtype is not None:
-        other = wrap(copy.deepcopy(model), how, device, policy)
-        accumulate(other, batches[rank])
-        native = gradients_of(other)
+        other = small.wrap(copy.deepcopy(model), how, device, policy)
+        small.accumulate(other, batches[rank])
+        native = small.gradients_of(other)
     else:
         native = expected
-    wrapped = wrap(model, how, device, policy)
+    wrapped = small.wrap(model, how, device, policy)
     install(wrapped, impl=impl)
-    found = accumulate(wrapped, batches[rank])
+    found = small.accumulate(wrapped, batches[rank])
     counts = audit(wrapped)
-    gradients = gradients_of(wrapped)
+    gradients = small.gradients_of(wrapped)
     looks = looks_at_logits(wrapped, reference, batches[rank][0])
     uninstall(wrapped)
     return (losses, found), (expected, gradients, native), counts, looks
@@ -58,7 +48,7 @@ def _data_parallel(rank, group, impl, how, dtype):
 
 def looks_at_logits(model, reference, batch):
     """Return the real logits, and those looked at in several places, or the error."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)  # of the shards
+    optimizer = torch.optim.SGD(model.parameters(), lr=small.RATE, foreach=False)  # of the shards
     with torch.no_grad():
         expected = reference(**batch).logits
         evaluated = model(**batch)
@@ -91,13 +81,13 @@ def test_a_model_that_fsdp_or_ddp_wraps_trains_as_a_whole_one_without_its_logits
     for (losses, own), (expected, found, _), counts, looks in rank_pool.run(_data_parallel, impl, how, None):
         assert counts == {"fused": 2}, how
         assert own == pytest.approx(losses, rel=1e-5)
-        assert_same_gradients(found, {name.removeprefix("module."): g for name, g in expected.items()})
+        small.assert_same_gradients(found, {name.removeprefix("module."): g for name, g in expected.items()})
         real = looks.pop("real")
         for name, look in looks.items():
             if name in errors:
                 assert re.match(errors[name], look), (name, look)
             else:
-                assert_same(look, real, name)
+                small.assert_same(look, real, name)
 
 
 @pytest.mark.reference
@@ -120,42 +110,41 @@ def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
     with patch("torch._C._get_accelerator", lambda: torch.device(device.type)):
         config = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=2)
         model = LlamaForCausalLM.from_pretrained(path, distributed_config=config)
-    batches = halves(device)
-    reference = small_model("llama").to(device)
+    batches = small.halves(device)
+    reference = small.small_model("llama").to(device)
     part = rank // 2
-    losses = [accumulate(reference, batch, 0.5) for batch in batches][part]
+    losses = [small.accumulate(reference, batch, 0.5) for batch in batches][part]
     install(model, impl=impl)
-    found = accumulate(model, batches[part])
-    gradients, counts, looks = gradients_of(model), audit(model), looks_at_logits(model, reference, batches[part][0])
-    return (losses, found), (gradients_of(reference), gradients), counts, looks
+    found = small.accumulate(model, batches[part])
+    gradients, counts, looks = (
+        small.gradients_of(model),
+        audit(model),
+        looks_at_logits(model, reference, batches[part][0]),
+    )
+    return (losses, found), (small.gradients_of(reference), gradients), counts, looks
 
 
 @in_ranks((4,), (), (4,))
 def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
     """Its plan puts norm and head into an FSDP group of their own."""
-    if IS_5_17:
+    if small.IS_5_17:
         pytest.skip("transformers 5.17 cannot load a model that both cut")
-    small_model("llama").save_pretrained(tmp_path)
+    small.small_model("llama").save_pretrained(tmp_path)
     results = rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path)
     for (losses, own), (expected, found), counts, looks in results:
-        assert_same(looks["evaluated"], looks["real"])
-        assert_same(looks["after forward"], looks["real"])
+        small.assert_same(looks["evaluated"], looks["real"])
+        small.assert_same(looks["after forward"], looks["real"])
         assert re.match("RuntimeError: logits: .* freed", looks["after backward"])
         assert re.match("RuntimeError: logits: .* changed", looks["after a step"])
         assert own == pytest.approx(losses, rel=1e-5)
-        assert_same_gradients(found, expected)
+        small.assert_same_gradients(found, expected)
         assert counts == {"fused": 2}
-
-
-def _in_bf16(rank, group, impl, how):
-    losses, gradients, counts, _ = _data_parallel(rank, group, impl, how, torch.bfloat16)
-    return losses, gradients, counts
 
 
 @pytest.mark.parametrize("how", ["root", "own", "list"])
 @in_two_ranks
 def test_fsdp_with_mixed_precision_is_as_exact_as_without_the_fused_loss(rank_pool, impl, how):
-    for (losses, own), (truth, found, native), counts in rank_pool.run(_in_bf16, impl, how):
+    for (losses, own), (truth, found, native), counts, _ in rank_pool.run(_data_parallel, impl, how, torch.bfloat16):
         assert counts == {"fused": 2}
         assert own == pytest.approx(losses, rel=2e-3)
         for name, gradient in truth.items():

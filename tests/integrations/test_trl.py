@@ -94,7 +94,7 @@ def _assert_same(found, own, tolerance=1e-5):
 
 
 def _assert_as_trl(head, outputs, **options):
-    """Not worse than TRL's own core, beside fp64; a single token's rounding is no measure."""
+    """Not worse than TRL's own core, beside fp64."""
     fused.install()
     found, grads = _results(utils._ChunkedLogProbFunction, head, outputs, **options)
     assert fused.report().calls == {"fused": 1}
@@ -105,10 +105,6 @@ def _assert_as_trl(head, outputs, **options):
     assert [found[name].requires_grad for name in outputs] == [peer[name].requires_grad for name in outputs]
     # A mean is the largest logit and the mean of differences from it.
     largest = max([0.0, *_logits(*in_fp64[:3], **options).abs().flatten().tolist()])
-    if len(head[0]) < 2:
-        _assert_same(*({n: v + largest * (n == "mean_logits") for n, v in each.items()} for each in (found, truth)))
-        _assert_same(grads, true_grads)
-        return found
     for name in outputs:
         if name == "is_top1":
             assert torch.equal(found[name], peer[name]) and torch.equal(found[name], truth[name])
@@ -120,7 +116,7 @@ def _assert_as_trl(head, outputs, **options):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("tokens", [TOKENS, 1, 0])
+@pytest.mark.parametrize("tokens", [TOKENS, 0])
 @pytest.mark.parametrize(
     ("outputs", "bias", "options"),
     [
@@ -178,36 +174,6 @@ def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, 
     report = fused.report()
     assert list(report.calls.values()) == [1] and reason in next(iter(report.calls))
     assert set(report.calls) <= set(report.left)
-
-
-@pytest.mark.reference
-def test_install_twice_is_once_and_uninstall_restores():
-    fused.uninstall()
-    first = fused.install()
-    replaced = {name: getattr(utils, name) for name in OWN_NAMES}
-    assert first.installed and not set(replaced.values()) & set(OWN_NAMES.values())
-    assert fused.install() == first and {name: getattr(utils, name) for name in OWN_NAMES} == replaced
-    fused.uninstall()
-    with fused.installed() as second:
-        assert second == first
-    assert {name: getattr(utils, name) for name in OWN_NAMES} == OWN_NAMES and not fused.report().installed
-
-
-@pytest.mark.reference
-def test_what_something_else_replaced_is_not_undone(monkeypatch):
-    fused.install()
-    with monkeypatch.context() as patch:
-        patch.setattr(utils, "_ChunkedLogProbFunction", OWN_CORE)
-        with pytest.raises(RuntimeError, match=r"trl\.trainer\.utils\._ChunkedLogProbFunction: something else"):
-            fused.uninstall()
-
-
-@pytest.mark.reference
-def test_another_fused_head_is_refused(monkeypatch):
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", torch.autograd.Function)
-    with pytest.raises(ValueError, match=r"trl: expected the fused head of TRL 1\.16, got another in TRL 1\."):
-        fused.install()
-    assert not fused.report().installed
 
 
 def _model(dtype=torch.float32, **config):

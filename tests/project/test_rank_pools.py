@@ -1,14 +1,13 @@
 """The pool of ranks reports failures, dies whole, comes back, and counts collectives."""
 
 import os
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.ranks.collectives import record_collectives
-from tests.support.ranks.pools import NCCL_GROUPS, RankFailure, pool_of_test
+from tests.support.ranks.pools import RankFailure, pool_of_test
 
 pytestmark = pytest.mark.gloo
 
@@ -72,9 +71,3 @@ def test_collectives_are_counted_with_their_group_and_bytes(rank_pool):
 def test_the_pool_of_a_test_is_in_its_name():
     pools = {"y[gloo-4-reference-mean]": "gloo-4", "y[mean-gloo-2-triton]": "gloo-2", "gloo-2[mean]": None, "y": None}
     assert {name: pool_of_test(f"tests/test_x.py::test_{name}") for name in pools} == pools
-
-
-def test_the_tests_of_nccl_are_a_few_groups_of_like_size():
-    sizes = Counter(pool_of_test(f"tests/test_x.py::test_y[{i}-nccl-{2 + i % 2}-triton]") for i in range(400))
-    assert None not in sizes and len(sizes) == NCCL_GROUPS
-    assert all(80 <= size <= 120 for size in sizes.values())

@@ -38,18 +38,6 @@ def test_changelog_and_citation_have_the_version_and_its_date():
     assert citation["version"] == vocab_parallel_ce.__version__
 
 
-def test_the_changelogs_sections_are_keep_a_changelogs():
-    known = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "For contributors"}
-    assert set(re.findall(r"^### (.+)$", read("CHANGELOG.md"), re.M)) <= known
-
-
-def test_no_file_guesses_the_address_of_the_repository():
-    """It is not published yet, and an address that leads nowhere is worse than none. CONTRIBUTING has its places."""
-    files = ("pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")
-    found = [url for name in files for url in re.findall(r"https://\S+", read(name))]
-    assert not found, f"{found}: if it is the address, compare these files with each other here"
-
-
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_pin_actions_to_commits_and_begin_with_few_permissions(workflow):
     text = workflow.read_text(encoding="utf-8")

@@ -7,21 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import vocab_parallel_ce as vp
 from tests.support.ranks.collectives import error_of, messages_of
 from tests.support.ranks.pools import device_of, in_ranks, subgroups
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import (
-    Head,
-    LinearCrossEntropy,
-    copy_to_ranks,
-    linear_cross_entropy,
-    linear_distillation_loss,
-    linear_objective,
-    linear_token_log_probs,
-    token_log_probs,
-    verify_calls,
-    vocab_parallel_cross_entropy,
-)
 from vocab_parallel_ce.summed import CopyToRanks, check_summed, check_summed_once
 
 TOKENS, WIDTH, COLUMNS = 5, 6, 12
@@ -43,28 +32,28 @@ def _gradients(rank, group):
         shard, leaf = weight.chunk(group.size())[rank], hidden.clone().requires_grad_()
 
         def loss(hidden, group=group, shard=shard, labels=labels):
-            logits = copy_to_ranks(hidden, group) @ shard.t()
-            return vocab_parallel_cross_entropy(logits, labels, group=group, vocab_size=COLUMNS)
+            logits = vp.copy_to_ranks(hidden, group) @ shard.t()
+            return vp.vocab_parallel_cross_entropy(logits, labels, group=group, vocab_size=COLUMNS)
 
         compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
         ways = {"group": loss, "mesh": lambda h, loss=loss: loss(h, mesh), "compiled": compiled}
         found[dtype] = {way: torch.autograd.grad(call(leaf), leaf)[0].cpu() for way, call in ways.items()}
     with torch.no_grad():
-        assert copy_to_ranks(leaf, group) is leaf
-    assert copy_to_ranks(hidden, group) is hidden and copy_to_ranks(leaf, None) is leaf
+        assert vp.copy_to_ranks(leaf, group) is leaf
+    assert vp.copy_to_ranks(hidden, group) is hidden and vp.copy_to_ranks(leaf, None) is leaf
     kept, grad = leaf * 1, torch.ones_like(leaf).expand(2, *leaf.shape)[0]
-    copy_to_ranks(kept, group).backward(grad)
+    vp.copy_to_ranks(kept, group).backward(grad)
     assert torch.equal(grad, torch.ones_like(grad))  # the caller's stays what it is
     hidden, weight, _ = drawn(torch.float64)
     twice = _second_derivative(hidden.to(device), weight.chunk(group.size())[rank].to(device), group)
     others = dist.new_group([0])
-    errors = [error_of(copy_to_ranks, leaf, each) for each in ("tp", *((others,) if rank else ()))]
-    return found, twice.cpu(), [*errors, error_of(copy_to_ranks, leaf.tolist(), group)]
+    errors = [error_of(vp.copy_to_ranks, leaf, each) for each in ("tp", *((others,) if rank else ()))]
+    return found, twice.cpu(), [*errors, error_of(vp.copy_to_ranks, leaf.tolist(), group)]
 
 
 def _second_derivative(hidden, weight, group):
     leaf = hidden.clone().requires_grad_()
-    (grad,) = torch.autograd.grad((copy_to_ranks(leaf, group) @ weight.t()).tanh().sum(), leaf, create_graph=True)
+    (grad,) = torch.autograd.grad((vp.copy_to_ranks(leaf, group) @ weight.t()).tanh().sum(), leaf, create_graph=True)
     return torch.autograd.grad(grad.square().sum(), leaf)[0]
 
 
@@ -95,8 +84,8 @@ def test_it_is_summed_over_the_ranks(rank_pool, impl):
 @pytest.mark.reference
 def test_one_rank_gets_what_it_passed():
     hidden = torch.randn(2, 3, requires_grad=True)
-    assert copy_to_ranks(hidden, None) is hidden
-    assert copy_to_ranks(hidden=hidden, group=None) is hidden
+    assert vp.copy_to_ranks(hidden, None) is hidden
+    assert vp.copy_to_ranks(hidden=hidden, group=None) is hidden
 
 
 class _CopyToModelParallelRegion(torch.autograd.Function):
@@ -119,7 +108,7 @@ VIEWS = {
         h.unsqueeze(1).transpose(0, 1)[:, :TOKENS].reshape(TOKENS, -1).double().float().clone()
     ),
 }
-COPIES = {"copy_to_ranks": copy_to_ranks, "Megatron-LM's": _CopyToModelParallelRegion.apply}
+COPIES = {"copy_to_ranks": vp.copy_to_ranks, "Megatron-LM's": _CopyToModelParallelRegion.apply}
 
 
 def _before_heads(rank, group):
@@ -130,13 +119,13 @@ def _before_heads(rank, group):
     module = nn.Linear(WIDTH, len(shard), bias=False, device=device)
     module.weight.data.copy_(shard)
     heads = {
-        "loss": lambda h, **o: linear_cross_entropy(h, shard, labels, group=group, **o),
-        "log-probs": lambda h, **o: -linear_token_log_probs(h, shard, labels, group=group, **o).sum(),
-        "objective": lambda h, **o: linear_objective(h, shard, labels, lambda lp: -lp, group=group, **o),
-        "distillation": lambda h, **o: linear_distillation_loss(
-            Head(h, shard), Head(hidden, shard), labels=labels, hard_weight=0.5, group=group, **o
+        "loss": lambda h, **o: vp.linear_cross_entropy(h, shard, labels, group=group, **o),
+        "log-probs": lambda h, **o: -vp.linear_token_log_probs(h, shard, labels, group=group, **o).sum(),
+        "objective": lambda h, **o: vp.linear_objective(h, shard, labels, lambda lp: -lp, group=group, **o),
+        "distillation": lambda h, **o: vp.linear_distillation_loss(
+            vp.Head(h, shard), vp.Head(hidden, shard), labels=labels, hard_weight=0.5, group=group, **o
         ),
-        "module": lambda h, **o: LinearCrossEntropy(module, group=group, **o)(h, labels),
+        "module": lambda h, **o: vp.LinearCrossEntropy(module, group=group, **o)(h, labels),
     }
     attempts = {
         f"{head}, {copy}, {view}": lambda f=function, c=copied, v=seen: f(v(c(leaf, group)))
@@ -144,19 +133,19 @@ def _before_heads(rank, group):
         for copy, copied in COPIES.items()
         for view, seen in VIEWS.items()
     }
-    part = copy_to_ranks(leaf.chunk(n_ranks)[0], group)
+    part = vp.copy_to_ranks(leaf.chunk(n_ranks)[0], group)
     parts = {"sequence_parallel": True, "group": group}
-    attempts["sequence parallelism"] = lambda: linear_cross_entropy(
+    attempts["sequence parallelism"] = lambda: vp.linear_cross_entropy(
         part, shard, labels.new_zeros(n_ranks * len(part)), **parts
     )
     own = subgroups(*((r,) for r in range(n_ranks)))[rank]  # as data parallelism: other ranks
     gradients = {"plain": torch.autograd.grad(heads["loss"](leaf), leaf)[0]}
-    by_head = heads["loss"](copy_to_ranks(leaf, group), reduce_hidden_grad=False)
+    by_head = heads["loss"](vp.copy_to_ranks(leaf, group), reduce_hidden_grad=False)
     gradients["summed by the copy"] = torch.autograd.grad(by_head, leaf)[0]
     of_others = _CopyToModelParallelRegion.apply(leaf, own)
     gradients["of other ranks"] = torch.autograd.grad(heads["loss"](of_others), leaf)[0]
     with torch.no_grad():
-        heads["loss"](copy_to_ranks(leaf, group))
+        heads["loss"](vp.copy_to_ranks(leaf, group))
     refused, sent = messages_of(attempts)
     assert not sent
     return refused, {name: grad.cpu() for name, grad in gradients.items()}
@@ -193,16 +182,16 @@ def _under_verification(rank, group):
         "a frozen head": leaf.tanh() @ shard.detach().t(),
     }
     right = {
-        "copied": copy_to_ranks(leaf.tanh(), group).view(1, TOKENS, -1) @ shard.t(),
+        "copied": vp.copy_to_ranks(leaf.tanh(), group).view(1, TOKENS, -1) @ shard.t(),
         "Megatron-LM's": head(_CopyToModelParallelRegion.apply(leaf.tanh(), group)),
         "hidden needs no gradient": hidden @ shard.t(),
         "a head on its other side": (nn.Parameter(shard.detach()) @ leaf.t()).t(),
     }
     calls = {
-        "loss": lambda z: vocab_parallel_cross_entropy(z.view(TOKENS, -1), labels, **options),
-        "log-probs": lambda z: token_log_probs(z.view(TOKENS, -1), labels, **options),
+        "loss": lambda z: vp.vocab_parallel_cross_entropy(z.view(TOKENS, -1), labels, **options),
+        "log-probs": lambda z: vp.token_log_probs(z.view(TOKENS, -1), labels, **options),
     }
-    with verify_calls():
+    with vp.verify_calls():
         errors, _ = messages_of(
             {f"{c}, {n}": lambda f=f, z=z: f(z) for c, f in calls.items() for n, z in wrong.items()}
         )

@@ -12,18 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.frameworks.training import (
-    RATE,
-    Model,
-    Step,
-    assert_same_steps,
-    batches,
-    fp64_steps,
-    gradients_of,
-    weights_of,
-)
+from tests.support.frameworks import training
 from tests.support.ranks.pools import device_of, in_ranks
-from vocab_parallel_ce import linear_objective, vocab_parallel_cross_entropy
+from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
 STEPS, MICRO, RANKS = 3, 2, 2  # a static graph is known after the first step
@@ -55,7 +46,7 @@ class Checkpointed(torch.nn.Module):
 def micro_batches(step, rank, device="cpu"):
     """Those of one rank in one step."""
     first = MICRO * (RANKS * step + rank)
-    return batches(STEPS * RANKS * MICRO, device)[first : first + MICRO]
+    return training.batches(STEPS * RANKS * MICRO, device)[first : first + MICRO]
 
 
 def _backward(model, batch):
@@ -68,10 +59,10 @@ def _trained(rank, group, impl, name, wrap, use_reentrant):
     """Train, with a synchronisation at the last micro-batch of each step."""
     device = device_of(rank, group)
     loss, options = LOSSES[name]
-    model = Model(loss, **({} if loss == "torch" else {"impl": impl}), **options).to(device)
+    model = training.Model(loss, **({} if loss == "torch" else {"impl": impl}), **options).to(device)
     module = model if use_reentrant is None else Checkpointed(model, use_reentrant)
     wrapped = DistributedDataParallel(module, **WRAPS[wrap])
-    optimizer, steps = torch.optim.SGD(wrapped.parameters(), lr=RATE), []
+    optimizer, steps = torch.optim.SGD(wrapped.parameters(), lr=training.RATE), []
     for step in range(STEPS):
         optimizer.zero_grad()
         *first, last = micro_batches(step, rank, device)
@@ -79,18 +70,18 @@ def _trained(rank, group, impl, name, wrap, use_reentrant):
         with nullcontext() if step == 0 and WRAPS[wrap].get("static_graph") else wrapped.no_sync():
             losses = [_backward(wrapped, batch) for batch in first]
         losses.append(_backward(wrapped, last))
-        gradients = gradients_of(model)
+        gradients = training.gradients_of(model)
         optimizer.step()
-        steps.append(Step(torch.stack(losses).sum(), gradients, weights_of(model)))
+        steps.append(training.Step(torch.stack(losses).sum(), gradients, training.weights_of(model)))
     return steps
 
 
 def check(rank_pool, impl, name, wrap, use_reentrant=None):
     """Gradients and weights of both ranks are those of all their micro-batches, and so is their mean loss."""
-    truth = fp64_steps([[*micro_batches(step, 0), *micro_batches(step, 1)] for step in range(STEPS)])
+    truth = training.fp64_steps([[*micro_batches(step, 0), *micro_batches(step, 1)] for step in range(STEPS)])
     found, peer = (_with_mean_loss(rank_pool.run(_trained, impl, of, wrap, use_reentrant)) for of in (name, "torch"))
     for ours, theirs in zip(found, peer, strict=True):
-        assert_same_steps(ours, truth, theirs)
+        training.assert_same_steps(ours, truth, theirs)
 
 
 def _with_mean_loss(by_rank):
@@ -141,7 +132,10 @@ def _of_a_wrapped_record(rank, group, impl, wrapper, coefficient):
     """Return the gradients of a model that returns an ``Outputs``, beside PyTorch's of this rank's tokens."""
     device = device_of(rank, group)
     tokens, labels = micro_batches(0, rank, device)[0]
-    model, expected = Model("linear", outputs=("lse",), impl=impl).to(device), Model("torch").double().to(device)
+    model, expected = (
+        training.Model("linear", outputs=("lse",), impl=impl).to(device),
+        training.Model("torch").double().to(device),
+    )
     logits = expected.head(expected.hidden(tokens.double()))
     lse = logits.logsumexp(-1).masked_fill(labels < 0, 0.0)
     (F.cross_entropy(logits, labels) + coefficient * lse.square().sum()).backward()
@@ -187,43 +181,3 @@ def test_logits_of_a_wrapped_head_are_overwritten_if_nobody_holds_them(rank_pool
 @in_two_ranks
 def test_a_static_graph_over_a_checkpoint(rank_pool, impl, name, use_reentrant):
     check(rank_pool, impl, name, "static", use_reentrant)
-
-
-class Policy(torch.nn.Module):
-    """A head with an objective over it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(11, 6, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, hidden, labels, advantage, num_items, impl):
-        given = {"tokens": {"advantage": advantage}, "num_items": num_items, "impl": impl}
-        return linear_objective(hidden, self.weight, labels, lambda p, advantage: -p * advantage, **given)[0]
-
-
-def _mean_of_all_tokens(rank, group, impl, wrapper):
-    """The gradient of ranks whose numbers of tokens differ, and that of one process with all tokens."""
-    generator, device = torch.Generator().manual_seed(1), device_of(rank, group)
-    hidden, advantage = (
-        torch.randn(8, 6, generator=generator).to(device),
-        torch.randn(8, generator=generator).to(device),
-    )
-    labels, own = torch.tensor([1, -100, 3, 4, 5, 6, 7, 8], device=device), slice(0, 3) if rank == 0 else slice(3, 8)
-    alone = Policy().to(device)
-    (truth,) = torch.autograd.grad(alone(hidden, labels, advantage, 7, "reference"), alone.weight)
-    model = Policy().to(device)
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        model = fully_shard(model, mesh=init_device_mesh(device.type, (RANKS,)))
-    model(hidden[own], labels[own], advantage[own], 7 / RANKS, impl).backward()
-    (grad,) = (each.grad for each in model.parameters())
-    return getattr(grad, "full_tensor", lambda: grad)(), truth
-
-
-@pytest.mark.parametrize("wrapper", ("ddp", "fsdp2"))
-@in_two_ranks
-def test_an_objective_divided_by_all_labels_over_the_ranks_is_the_mean_of_all_tokens(rank_pool, impl, wrapper):
-    """By the labels of all ranks alone, averaged gradients are half of it."""
-    for grad, truth in rank_pool.run(_mean_of_all_tokens, impl, wrapper):
-        torch.testing.assert_close(grad, truth, rtol=1e-5, atol=1e-6)

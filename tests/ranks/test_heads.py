@@ -259,25 +259,6 @@ def test_a_head_that_both_dimensions_of_a_mesh_cut(rank_pool, impl, way):
         assert_right(found, inputs, grad_output_of(way, ROWS), bounds=[(0, 6), (6, 12), (12, 18), (18, 23)], **way)
 
 
-def _in_fsdp_and_tensor_parallelism(rank, group, impl):
-    device = device_of(rank, group)
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    model, inputs, labels = _training(impl)
-    parallelize_module(model.to(device).head, mesh["tp"], ColwiseParallel())
-    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-    part = mesh.get_local_rank("dp")
-    hidden, label = inputs[part].to(device), labels[part].to(device)
-    messages, calls = messages_of({"outside": lambda: model.loss(hidden, label)})
-    return _train(model, part, inputs, labels, device, "inside"), (messages, calls)
-
-
-@in_four_ranks
-def test_a_head_that_both_tensor_parallelism_and_fsdp_have_cut(rank_pool, impl):
-    trained, refused = zip(*rank_pool.run(_in_fsdp_and_tensor_parallelism, impl), strict=True)
-    _assert_trained(trained)
-    assert_refused(refused, {"outside": f"ValueError: (weight|bias): .*both cut it: {INSIDE}"})
-
-
 def _refusals_of_meshes(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))

@@ -6,45 +6,31 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.support.cases import linear
 from tests.support.cases.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.cases.linear import (
-    TWO_WAYS,
-    WIDTH,
-    linear_every_output,
-    many_tokens,
-    projection,
-    zero_first_grad_output,
-)
 from tests.support.cases.logits import grads_of_every_output
 from tests.support.cases.weights import weights
+from tests.support.ranks import linear as sizes
 from tests.support.ranks.case import Case, check, chunked, distributed, even, run
 from tests.support.ranks.collectives import assert_refused, messages_of
-from tests.support.ranks.linear import (
-    BY_WAY,
-    COLUMNS,
-    ROWS,
-    WAYS,
-    check_collectives,
-    check_sent,
-)
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 
-def made(world, kind="some_ignored", rows=ROWS, **settings):
+def made(world, kind="some_ignored", rows=sizes.ROWS, **settings):
     """Tokens whose logits have :data:`COLUMNS` columns on each rank."""
-    return projection(kind, rows, COLUMNS * world, shards=world, **settings)
+    return linear.projection(kind, rows, sizes.COLUMNS * world, shards=world, **settings)
 
 
 @pytest.mark.quick
-@BY_WAY
+@sizes.BY_WAY
 @in_ranks((2, 3), (2,), (2, 4))
 def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way):
     """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
     world = rank_pool.world_size
     for kind, dtype, options in (
         ("some_ignored", torch.float16, {"chunk_size": 1}),
-        ("some_ignored", torch.float32, {"class_weight": weights(COLUMNS * world), "label_smoothing": 0.1}),
+        ("some_ignored", torch.float32, {"class_weight": weights(sizes.COLUMNS * world), "label_smoothing": 0.1}),
         ("peaked", torch.float32, {"chunk_size": 4}),
         ("shard_edges", torch.bfloat16, {"chunk_size": 4, "logits_dtype": torch.float32, "label_smoothing": 0.1}),
     ):
@@ -52,16 +38,16 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way):
         case = Case(inputs, impl, {**way, **options})
         results = rank_pool.run(run, case)
         check(case, results)
-        check_sent(case, results, leaves_out=rank_pool.backend == "gloo")
+        sizes.check_sent(case, results, leaves_out=rank_pool.backend == "gloo")
         if kind != "some_ignored":  # whose tokens may be left out
-            check_collectives(case, results, extra=2 * ("label_smoothing" in options))
+            sizes.check_collectives(case, results, extra=2 * ("label_smoothing" in options))
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_ranks((2,), (), (2,))
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
     """Each travels while the loss's kernels read the other. 300 tokens in chunks of 200: 128 and 72, then 100."""
-    case = Case(many_tokens(300, COLUMNS * rank_pool.world_size), impl, {**way, "chunk_size": 200})
+    case = Case(linear.many_tokens(300, sizes.COLUMNS * rank_pool.world_size), impl, {**way, "chunk_size": 200})
     results = rank_pool.run(run, case)
     check(case, results)
     parts = [128, 72, 100] if way.get("gradient") == "in_forward" else [300]
@@ -84,8 +70,8 @@ def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, imp
 def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
     """Padded rows of the weight hold large numbers, which would show in every gradient."""
     bounds = bounds_of(rank_pool.world_size)
-    for way in WAYS.values():
-        inputs = projection("shard_edges", ROWS, vocab_size, bias=True)
+    for way in sizes.WAYS.values():
+        inputs = linear.projection("shard_edges", sizes.ROWS, vocab_size, bias=True)
         inputs.labels[0], inputs.labels[1] = vocab_size - 1, IGNORE_INDEX
         case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, size)
         check(case, rank_pool.run(run, case))
@@ -95,13 +81,13 @@ def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
 def test_class_weights_of_shards_that_are_all_padding(rank_pool, impl):
     """The first rank's columns are as many as the vocabulary: the two forms are one there."""
     options = {"class_weight": weights(13), "gradient": "in_forward"}
-    case = Case(projection(vocab_size=13), impl, options, [(0, 13), (13, 20)], "shard")
+    case = Case(linear.projection(vocab_size=13), impl, options, [(0, 13), (13, 20)], "shard")
     for form in ("whole", "columns"):
         case = case._replace(weight_form=form)
         check(case, rank_pool.run(run, case))
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_two_ranks
 def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_pool, impl, way):
     inputs = made(rank_pool.world_size, "peaked", dtype=torch.bfloat16, bias=True)
@@ -114,7 +100,7 @@ def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_po
         case = Case(inputs, impl, {**way, **options}, frozen=frozen)
         results = rank_pool.run(run, case)
         check(case, results)
-        check_collectives(case, results)
+        sizes.check_collectives(case, results)
 
 
 PARTS = {  # shape of the tokens, and options by the number of ranks
@@ -126,33 +112,33 @@ PARTS = {  # shape of the tokens, and options by the number of ranks
 
 
 @pytest.mark.parametrize("name", PARTS)
-@BY_WAY
+@sizes.BY_WAY
 @in_several_ranks
 def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way, name):
     """In several chunks, the tokens are then not in their order."""
     world = rank_pool.world_size
     shape, more = PARTS[name](world)
     rows = torch.Size(shape).numel()
-    inputs = many_tokens(rows, COLUMNS * world, torch.bfloat16 if more else torch.float32).shaped(*shape)
+    inputs = linear.many_tokens(rows, sizes.COLUMNS * world, torch.bfloat16 if more else torch.float32).shaped(*shape)
     inputs.labels.view(-1)[[1, -2]] = IGNORE_INDEX
     options = {**way, **more, "sequence_parallel": True, "label_smoothing": 0.1}
-    given = zero_first_grad_output(rows).view(shape)
+    given = linear.zero_first_grad_output(rows).view(shape)
     if name == "one chunk":
         given = dict(grad_output_layouts(shape))["transposed"]
     case = Case(inputs, impl, options, grad_outputs=(given if way["reduction"] == "none" else torch.tensor(0.75),))
     results = rank_pool.run(run, case)
     check(case, results)
     # Hidden states are gathered in each pass over them, statistics once, gradients scattered once.
-    check_sent(case, results, leaves_out=False)
+    sizes.check_sent(case, results, leaves_out=False)
 
 
 @in_two_ranks
 def test_temperatures_of_parts_of_the_sequence(rank_pool, impl):
     """Each chunk has tokens of both ranks."""
-    inputs = projection("shard_edges", ROWS, 2 * COLUMNS, shards=2)
-    options = {"temperature": torch.linspace(0.4, 2.0, ROWS), "chunk_size": 4, "sequence_parallel": True}
-    grads = tuple(grads_of_every_output(ROWS))
-    case = Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
+    inputs = linear.projection("shard_edges", sizes.ROWS, 2 * sizes.COLUMNS, shards=2)
+    options = {"temperature": torch.linspace(0.4, 2.0, sizes.ROWS), "chunk_size": 4, "sequence_parallel": True}
+    grads = tuple(grads_of_every_output(sizes.ROWS))
+    case = Case(inputs, impl, options, grad_outputs=grads, function=linear.linear_every_output)
     check(case, rank_pool.run(run, case))
 
 
@@ -160,51 +146,51 @@ def test_temperatures_of_parts_of_the_sequence(rank_pool, impl):
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
     members = (1, 3)
     for sequence_parallel in (False, True):
-        options = {**WAYS["mean"], "sequence_parallel": sequence_parallel}
-        case = Case(projection("shard_edges", 4, 37), impl, options, chunked(37, 2), "vocab_size")
+        options = {**sizes.WAYS["mean"], "sequence_parallel": sequence_parallel}
+        case = Case(linear.projection("shard_edges", 4, 37), impl, options, chunked(37, 2), "vocab_size")
         results = rank_pool.run(run, case, (members,))
         assert results[0] is None and results[2] is None
         check(case, [results[rank] for rank in members])
 
 
 @pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, True)])
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_several_ranks
 def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size, main_grad):
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
-    inputs = projection("shard_edges", ROWS, vocab_size, dtype=torch.bfloat16, bias=True)
+    inputs = linear.projection("shard_edges", sizes.ROWS, vocab_size, dtype=torch.bfloat16, bias=True)
     bounds = chunked(vocab_size, rank_pool.world_size)
     case = Case(inputs, impl, {**way, "chunk_size": 4}, bounds, main_grad=main_grad, as_dtensors=True)
     check(case, rank_pool.run(run, case))
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_two_ranks
 def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
     """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
     world = rank_pool.world_size
     rows, vocab_size = 4 * world - 1, 4 * world - 2
-    inputs = projection("shard_edges", ROWS, vocab_size)
+    inputs = linear.projection("shard_edges", sizes.ROWS, vocab_size)
     case = Case(inputs, impl, way, chunked(rows, world), "vocab_size", as_dtensors=True)
     check(case, rank_pool.run(run, case))
 
 
 def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
     """64 tokens in the chunks that a memory budget gives, on every rank."""
-    case = Case(many_tokens(64, bounds[-1][1]), impl, {**way, **options}, bounds, "shard")
+    case = Case(linear.many_tokens(64, bounds[-1][1]), impl, {**way, **options}, bounds, "shard")
     results = rank_pool.run(run, case)
     check(case, results)
-    check_collectives(case._replace(options={**case.options, "chunk_size": chunk}), results)
+    sizes.check_collectives(case._replace(options={**case.options, "chunk_size": chunk}), results)
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_two_ranks
 def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
     """16 and 8 columns: 26 tokens' logits of 12 columns fit, on the narrow rank 40 of its own would."""
     _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, chunk_size="1280B")
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_four_ranks
 def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
     _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, chunk_size="160B")
@@ -236,37 +222,37 @@ def _works_in_flight(rank, group, case):
     return result, sent.begun, sent.most, sent.in_flight
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_two_ranks
 def test_the_gradient_of_one_chunk_at_most_is_on_its_way(rank_pool, impl, way):
     """It keeps its memory until it has arrived."""
-    case = Case(many_tokens(16, 2 * COLUMNS), impl, {**way, "chunk_size": 2})
+    case = Case(linear.many_tokens(16, 2 * sizes.COLUMNS), impl, {**way, "chunk_size": 2})
     results, *counts = zip(*rank_pool.run(_works_in_flight, case), strict=True)
     check(case, results)
     assert counts == [(8, 8), (1, 1), (0, 0)]
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_two_ranks
 def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
     none = made(rank_pool.world_size, bias=True)
-    none = none._replace(hidden=none.hidden[:0].view(0, 2, WIDTH), labels=none.labels[:0].view(0, 2))
+    none = none._replace(hidden=none.hidden[:0].view(0, 2, linear.WIDTH), labels=none.labels[:0].view(0, 2))
     case = Case(none, impl, {**way, "sequence_parallel": True}, grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].shape == ((0, 2) if way["reduction"] == "none" else ())
         hidden, weight, bias = result.gradients
-        assert hidden.shape == (0, 2, WIDTH) and weight.shape == (COLUMNS, WIDTH)
+        assert hidden.shape == (0, 2, linear.WIDTH) and weight.shape == (sizes.COLUMNS, linear.WIDTH)
         for tensor in (result.outputs[0], weight, bias):
             assert torch.equal(tensor, torch.zeros_like(tensor))
         assert not result.in_forward + result.in_backward
 
 
-@TWO_WAYS
+@linear.TWO_WAYS
 @in_two_ranks
 def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold(rank_pool, impl, way):
     """No label is it, and labels that are put in the order of the chunks are none of it either."""
     world = rank_pool.world_size
-    inputs = many_tokens(4 * world, COLUMNS * world)
+    inputs = linear.many_tokens(4 * world, sizes.COLUMNS * world)
     options = {**way, "sequence_parallel": True, "chunk_size": 2 * world, "ignore_index": 2**40}
     case = Case(inputs, impl, options)
     wide = rank_pool.run(run, case)
@@ -280,8 +266,8 @@ def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold
 def _refusals(rank, group, impl):
     device = device_of(rank, group)
     others = subgroups((0,), (1,))[1 - rank]
-    whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
-    hidden, weight = torch.randn(4, WIDTH, device=device), whole.chunk(2)[rank]
+    whole = torch.randn(24, linear.WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    hidden, weight = torch.randn(4, linear.WIDTH, device=device), whole.chunk(2)[rank]
     labels = torch.zeros(4, dtype=torch.int64, device=device)
     cut = distributed(whole[:7], device, group)  # 4 and 3 rows: a bias of 8 fits the first rank's own
     uneven = VocabShard(2 * rank, (2, 3)[rank], 3)  # the width that decides is that of ceil(V / R)

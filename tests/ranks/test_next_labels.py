@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import vocab_parallel_ce as vp
@@ -10,8 +9,6 @@ from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.packed import LAYOUTS, Packed, held
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks
-from tests.support.truth.budget import assert_within_budget
-from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 
 COLUMNS = 11
 # In units of what a layout needs. One is empty, and of four ranks with two chunks some are of one token a chunk.
@@ -72,39 +69,6 @@ def test_one_exchange_of_the_first_label_of_each_run(rank_pool, impl):
         assert found == of_mesh == verified == expected
         assert [call.name for call in calls] == ["_allgather_base_"] * (0 if n_ranks == 1 else len(sent))
         assert [call.nbytes for call in calls] == ([] if n_ranks == 1 else sent)
-
-
-def _share_of_the_loss(rank, group, layout, hidden, weight, row, n_items):
-    """In a rank with the whole vocabulary and a part of the tokens: the sum of all shares of the mean, its gradient."""
-    device, n_ranks = device_of(rank, group), group.size()
-    positions = Packed([range(a, b) for a, b in row.cu_seqlens().unfold(0, 2, 1).tolist()])
-    own = hidden[positions.held(layout, rank, n_ranks)].to(device).requires_grad_()
-    labels = torch.tensor(row.held(layout, rank, n_ranks), device=device)
-    labels = vp.next_labels(labels, cu_seqlens=row.cu_seqlens(), group=group, layout=layout)
-    loss = vp.vocab_parallel_cross_entropy(own @ weight.to(device).t(), labels, reduction="sum", num_items=n_items)
-    loss.backward()
-    dist.all_reduce(loss := loss.detach(), group=group)
-    return loss, own.grad
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@in_ranks((1, 2, 4), (), (2, 4))
-def test_shares_of_the_loss_sum_to_that_of_the_sequences(rank_pool, impl, layout):
-    """Each rank divides by the number of all labels that predict, and gradients are those of whole sequences."""
-    n_ranks = rank_pool.world_size
-    row = _packed(layout, n_ranks, (1, 0, 2, 1))
-    torch.manual_seed(3)
-    hidden, weight = torch.randn(sum(map(len, row.sequences)), 6), torch.randn(COLUMNS, 6)
-    logits = hidden @ weight.t()
-    ahead = torch.tensor(row.ahead(IGNORE_INDEX, layout, 0, 1))
-    truth, peer = (call(logits, ahead, reduction="mean") for call in (cross_entropy_fp64, cross_entropy_same_dtype))
-    n_items = int((ahead != IGNORE_INDEX).sum())
-    results = rank_pool.run(_share_of_the_loss, layout, hidden, weight, row, n_items)
-    positions = Packed([range(a, b) for a, b in row.cu_seqlens().unfold(0, 2, 1).tolist()])
-    for rank, (loss, grad) in enumerate(results):
-        assert_within_budget(loss, truth.loss, peer.loss)
-        own = positions.held(layout, rank, n_ranks)
-        torch.testing.assert_close(grad, (truth.grad @ weight.double())[own].float())
 
 
 def _disagreeing(rank, group):

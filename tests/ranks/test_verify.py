@@ -275,54 +275,61 @@ def test_off_it_sends_nothing(rank_pool, impl):
 
 
 def _different_calls(rank, group):
-    """Errors of two functions, and of TransformerEngine's first step."""
+    """Errors of two functions, of targets and options that differ, and of TransformerEngine's first step."""
     a, labels = Arguments(rank, group), Arguments(rank, group).changed(**_label(3 + rank)).labels
+    log_probs = torch.zeros_like(labels[..., None]).float()
+    known, same, other = (
+        vp.TopKTeacher(ids[..., None], values)
+        for ids, values in ((labels, log_probs), (a.labels, log_probs), (a.labels, log_probs - rank))
+    )
+    loss = partial(vp.vocab_parallel_cross_entropy, a.logits, a.labels, group=group)
     whole = partial(vp.distillation_loss, a.logits, a.logits.detach().neg(), group=group)
-    known = vp.TopKTeacher(labels[..., None], torch.zeros_like(labels[..., None]).float())
     few = partial(vp.distillation_loss, a.logits, known, group=group)
+    js = partial(vp.distillation_loss, a.logits, divergence="js", group=group)
+    heads = vp.Head(a.hidden.detach(), a.weight.detach())
+    head = partial(vp.linear_distillation_loss, heads, same, divergence="js", group=group)
+    attempts = {
+        "call": partial(FUNCTIONS["loss" if rank else "linear"], a),
+        "function": whole if rank else partial(FUNCTIONS["loss"], a),
+        "labels": partial(whole, labels=labels),
+        "teacher": few if rank else whole,
+        "ids": few,
+        "log-probs": partial(js, other),
+        "given ids": partial(vp.token_log_probs, a.logits, labels[..., None], group=group),
+        "ids, js": partial(js, known),
+        "items": partial(js, same, num_items=3 + rank),
+        "head's reduction": partial(head, reduction=("sum", "mean")[rank]),
+        "head's items": partial(head, num_items=3 + rank),
+        "smoothing": partial(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100),
+        "z-loss": partial(loss, z_loss=0.1 * rank),
+    }
     with verify_calls():
-        errors = [error_of(FUNCTIONS["loss" if rank else "linear"], a)]
-        errors += [error_of(whole if rank else partial(FUNCTIONS["loss"], a)), error_of(partial(whole, labels=labels))]
-        errors += [error_of(few if rank else whole), error_of(few)]
-        other = vp.TopKTeacher(a.labels[..., None], known.log_probs - rank)
-        errors += [error_of(partial(vp.distillation_loss, a.logits, other, divergence="js", group=group))]
-        errors += [error_of(partial(vp.token_log_probs, a.logits, labels[..., None], group=group))]
-        js, of_head = partial(few, divergence="js"), vp.linear_distillation_loss
-        same = vp.TopKTeacher(a.labels[..., None], known.log_probs)
-        head = partial(of_head, vp.Head(a.hidden.detach(), a.weight.detach()), same, divergence="js", group=group)
-        errors += [
-            error_of(js),
-            error_of(partial(js.func, a.logits, same, divergence="js", num_items=3 + rank, group=group)),
-        ]
-        errors += [
-            error_of(partial(head, reduction=("sum", "mean")[rank])),
-            error_of(partial(head, num_items=3 + rank)),
-        ]
-        errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
-        errors += [
-            error_of(partial(vp.vocab_parallel_cross_entropy, a.logits, a.labels, z_loss=0.1 * rank, group=group))
-        ]
-    return errors
+        return {name: error_of(attempt) for name, attempt in attempts.items()}
 
 
 @in_two_ranks
 def test_calls_of_different_functions(rank_pool, impl):
+    ids = "teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    items = "num_items: rank 1 of 2 has 4.0, rank 0 has 3.0"
+    expected = {
+        "call": "call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden",
+        "function": "call: rank 1 of 2 has a loss over logits and teacher, rank 0 has ",
+        "labels": "labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3",
+        "teacher": "call: rank 1 of 2 has a loss over logits, rank 0 has a loss over logits and teacher",
+        "ids": ids,
+        "log-probs": "teacher.log_probs: rank 1 of 2 has ",
+        "given ids": "labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3",
+        "ids, js": ids,
+        "items": items,
+        "head's reduction": "reduction: rank 1 of 2 has mean, rank 0 has sum",
+        "head's items": items,
+        "smoothing": "label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0",
+        "z-loss": "z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0",
+    }
     first, second = rank_pool.run(_different_calls)
-    call, function, labels, teacher, ids, log_probs, given_ids, *of_js, label_smoothing, z_loss = first
-    assert first == second
-    assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
-    assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher, rank 0 has ")
-    assert labels == "ValueError: labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3"
-    assert teacher == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over logits and teacher"
-    assert ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
-    assert log_probs.startswith("ValueError: teacher.log_probs: rank 1 of 2 has ")
-    assert given_ids == "ValueError: labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
-    js_ids, num_items, head_reduction, head_num_items = of_js
-    assert js_ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
-    assert num_items == head_num_items == "ValueError: num_items: rank 1 of 2 has 4.0, rank 0 has 3.0"
-    assert head_reduction == "ValueError: reduction: rank 1 of 2 has mean, rank 0 has sum"
-    assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
-    assert z_loss == "ValueError: z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0"
+    assert first == second and first.keys() == expected.keys()
+    for name, message in expected.items():
+        assert first[name].startswith(f"ValueError: {message}"), first[name]
 
 
 def _in_a_checkpoint(rank, group):

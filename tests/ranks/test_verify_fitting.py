@@ -7,23 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+import vocab_parallel_ce as vp
 from tests.ranks.test_verify import COLUMNS, FUNCTIONS, Arguments, _all, _label, in_two_or_three_ranks
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import in_ranks, subgroups
-from vocab_parallel_ce import (
-    Head,
-    VocabShard,
-    linear_distillation_loss,
-    linear_objective,
-    verify_calls,
-    vocab_parallel_cross_entropy,
-)
 
 
 def _shard(rank, n, size):
     """The last rank has the first columns."""
-    return {"options": {"vocab_size": VocabShard(10 * (n - 1 - rank), 10 * (n - rank), size)}}
+    return {"options": {"vocab_size": vp.VocabShard(10 * (n - 1 - rank), 10 * (n - rank), size)}}
 
 
 # Of ranks that pass different things, changes of rank ``r`` of ``n``: those that fit, and those that do not.
@@ -54,8 +47,8 @@ FAILING = [
 
 def _checked(a):
     """The error of the check before a training: a loss of which nothing stays."""
-    with verify_calls(), torch.no_grad():
-        return error_of(partial(vocab_parallel_cross_entropy, a.logits, a.labels, check_labels=True, **a.given))
+    with vp.verify_calls(), torch.no_grad():
+        return error_of(partial(vp.vocab_parallel_cross_entropy, a.logits, a.labels, check_labels=True, **a.given))
 
 
 def _group_outcomes(rank, group):
@@ -81,7 +74,7 @@ def test_ranks_that_pass_different_things_fit_or_not(rank_pool, impl):
             assert error is None if start is None else error and error.startswith(start), (error, start)
 
 
-@verify_calls()
+@vp.verify_calls()
 def _beside_a_head(rank, group):
     """Errors of what is alongside a head: grad_outputs that are expected, and biases on the last rank alone."""
     a, errors = Arguments(rank, group), []
@@ -93,12 +86,12 @@ def _beside_a_head(rank, group):
         errors.append(error_of(lambda a: loss(a).sum(), a.changed(options=options)))
     bias = torch.zeros(COLUMNS, device=a.hidden.device) if rank else None
     errors.append(error_of(loss, a.changed(options={"bias": bias})))
-    student, teacher = Head(a.hidden, a.weight), Head(a.hidden.detach(), a.weight.detach(), bias)
-    errors.append(error_of(partial(linear_distillation_loss, student, teacher, group=group)))
+    student, teacher = vp.Head(a.hidden, a.weight), vp.Head(a.hidden.detach(), a.weight.detach(), bias)
+    errors.append(error_of(partial(vp.linear_distillation_loss, student, teacher, group=group)))
     return errors
 
 
-@verify_calls()
+@vp.verify_calls()
 def _objectives(rank, group):
     """Errors of numbers that differ, of their names, of functions, of closures, of one rank's function, and of none."""
     a, numbers = Arguments(rank, group), torch.ones(2, 3)
@@ -119,7 +112,7 @@ def _objectives(rank, group):
 
     def error(function, **tokens):
         own = {name: number.to(a.hidden.device) for name, number in tokens.items()}
-        return error_of(lambda: linear_objective(a.hidden, a.weight, a.labels, function, tokens=own, group=group))
+        return error_of(lambda: vp.linear_objective(a.hidden, a.weight, a.labels, function, tokens=own, group=group))
 
     named, functions = {"b": numbers} if rank else {"a": numbers}, (other if rank else one, closure, failing)
     return error(one, a=numbers + rank), error(one, **named), *map(error, functions), error(one, a=numbers)

@@ -6,7 +6,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
 from tests.refusals.logits import OUTPUTS, TEMPERATURES, WHEN_SET
-from tests.refusals.rows import EITHER, Row, Table, masked
+from tests.refusals.rows import EITHER, Row, Table, tensor
 from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
 
 UNITS = r"\(in B, KB, MB, GB, KiB, MiB, GiB\)"
@@ -48,41 +48,26 @@ CHUNKS: list[Row] = [
     ({"chunk_size": 2**28}, ValueError, "chunk_size: a number is .*tokens, .*1048576, got 268435456; .*'268435456B'"),
 ]
 OF_BOTH: list[Row] = [
-    ({"hidden": [1.0]}, TypeError, "hidden: .*Tensor.*list"),
-    ({"hidden": None}, TypeError, "hidden: .*Tensor.*NoneType"),
-    ({"hidden": HIDDEN.double()}, TypeError, "hidden: dtype .*float64"),
+    *tensor("hidden", HIDDEN, "list None float64"),
+    *tensor("weight", WEIGHT, "int8 float8_e4m3fn meta"),
+    *tensor("bias", BIAS, "number bool bfloat16 meta"),
+    *tensor("labels", LABELS, "None int16 meta"),
+    *tensor("main_grad", WEIGHT, "bool bfloat16 meta"),
     ({"hidden": HIDDEN[0, 0], "labels": LABELS[0, 0]}, ValueError, r"hidden: .*\(8,\)"),
     ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, ValueError, r"hidden: .*\(2, 3, 0\)"),
     ({"hidden": HIDDEN.bfloat16()}, TypeError, "weight: dtype .*bfloat16.*float32"),
     ({"weight": nn.Linear(WIDTH, COLUMNS)}, TypeError, "weight: .*Tensor.*Linear"),
     ({"weight": WEIGHT[0]}, ValueError, r"weight: .*\(8,\)"),
     ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\); pass its t\(\)$"),
-    (
-        {"labels": LABELS.flatten()},
-        ValueError,
-        r"labels: .*\(2, 3\), got \(6,\); .* order .* pass labels.reshape\(\[2, 3\]\)$",
-    ),
+    ({"labels": LABELS.flatten()}, ValueError, r"labels: .*, got \(6,\); .* order .* pass labels.reshape\(\[2, 3\]\)$"),
     ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
-    ({"weight": WEIGHT.to(torch.int8)}, TypeError, "weight: dtype .*int8"),
-    ({"weight": WEIGHT.to(torch.float8_e4m3fn)}, TypeError, "weight: dtype .*float8_e4m3fn"),
     ({"weight": QUANTISED}, TypeError, "weight: .*QuantisedWeight"),
     ({"weight": nn.Parameter(QUANTISED, requires_grad=False)}, TypeError, "weight: .*QuantisedWeight"),
-    ({"weight": WEIGHT.to("meta")}, ValueError, "weight: device .*cpu.*meta"),
-    ({"bias": 0.0}, TypeError, "bias: .*Tensor.*float"),
-    ({"bias": True}, TypeError, "bias: .*Tensor or None, got bool; pass .*bias.* or None"),
     ({"bias": WEIGHT[0]}, ValueError, r"bias: .*21.*\(8,\)"),
-    ({"bias": BIAS.bfloat16()}, TypeError, "bias: dtype .*float32.*bfloat16"),
-    ({"bias": BIAS.to("meta")}, ValueError, "bias: device .*cpu.*meta"),
-    ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
-    ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
     ({"labels": BIAS.expand(2, 3, COLUMNS)}, TypeError, "labels: dtype .*float32; .*distillation_loss"),
-    ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": PADDED, "vocab_size": 20, "check_labels": True}, ValueError, r"labels: .*\[0, 20\) .*\(0, 2\): 20$"),
-    ({"main_grad": True}, TypeError, "main_grad: .*Tensor.*bool"),
-    ({"main_grad": WEIGHT.bfloat16()}, TypeError, "main_grad: dtype .*float32.*bfloat16"),
     ({"main_grad": WEIGHT.t()}, ValueError, r"main_grad: .*\(21, 8\).*\(8, 21\)"),
-    ({"main_grad": WEIGHT.to("meta")}, ValueError, "main_grad: .*cpu.*meta"),
     *CHUNKS,
     ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
     ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
@@ -113,10 +98,8 @@ EXPECTED: list[Row] = [
     ({"reduction": "sum"}, ValueError, ".*reduction='none' and gradient='in_forward', got reduction='sum'"),
     ({"gradient": "in_backward"}, ValueError, ".*got reduction='none' and gradient='in_backward'"),
     ({"expected_grad_output": torch.ones(7)}, ValueError, r"expected_grad_output: .*\(2, 3\).*got \(7,\)"),
-    ({"expected_grad_output": [1.0] * 6}, TypeError, "expected_grad_output: .*a tensor of real numbers, got list"),
     ({"expected_grad_output": FACTORS.to(torch.complex64)}, TypeError, "expected_grad_output: .*got torch.complex64"),
-    masked("expected_grad_output", FACTORS),
-    ({"expected_grad_output": FACTORS.to_sparse()}, TypeError, "expected_grad_output: expected a dense tensor"),
+    *tensor("expected_grad_output", FACTORS, "list masked sparse"),
     ({"expected_grad_output": None}, ValueError, "gradient: .*'none', got both.*pass expected_grad_output"),
     (HALF, ValueError, "expected_grad_output: .*expected bf16 or fp32"),
 ]
@@ -144,31 +127,21 @@ def a_call():
 class LoraLinear(nn.Module):
     """An adapter around a frozen head, of which the head's weight is not all, named as peft names it."""
 
-    def __init__(self, base_layer, rank=2):
+    def __init__(self, base_layer):
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
 
     @property
     def weight(self):
         return self.base_layer.weight
 
-    def forward(self, hidden):
-        added = self.lora_B["default"](self.lora_A["default"](hidden))
-        return self.base_layer(hidden) + added
-
 
 class Int8Linear(nn.Linear):
-    """A head whose weight is stored as integers with a scale a row."""
+    """A head whose weight is stored as integers."""
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
-        self.weight = nn.Parameter(torch.ones(out_features, in_features, dtype=torch.int8), requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(out_features, 1))
-
-    def forward(self, hidden):
-        return hidden @ (self.weight * self.scale).T
+        self.weight = nn.Parameter(self.weight.to(torch.int8), requires_grad=False)
 
 
 class ScaledLinear(nn.Linear):
@@ -242,20 +215,17 @@ def of_positions(positions, **keywords):
 
 
 MISPLACED: list[Row] = [
-    (
-        {"positions": (16, 50)},
-        TypeError,
-        "LinearCrossEntropy: expected a head, .* got 2 .* in_features=16, columns=50 and",
-    ),
-    (
-        {"positions": (16, 50, True)},
-        TypeError,
-        "LinearCrossEntropy: .* got 3 .* in_features=16, columns=50, bias=True and",
-    ),
-    (
-        {"positions": (nn.Linear(2, 3), "sum")},
-        TypeError,
-        "LinearCrossEntropy: .*, got 2 .* in_features=D, columns=C and",
+    *(
+        (
+            {"positions": positions},
+            TypeError,
+            f"LinearCrossEntropy: .* got {len(positions)} .* {said} and",
+        )
+        for positions, said in (
+            ((16, 50), "in_features=16, columns=50"),
+            ((16, 50, True), "in_features=16, columns=50, bias=True"),
+            ((nn.Linear(2, 3), "sum"), "in_features=D, columns=C"),
+        )
     ),
     ({"weight": torch.ones(3)}, TypeError, "weight: expected weights of classes as class_weight, got weight; .*head"),
 ]

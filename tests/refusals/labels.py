@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.refusals.rows import Row, Table, masked
+from tests.refusals.rows import Row, Table, tensor
 from vocab_parallel_ce import linear_token_log_probs, logits_at, token_log_probs, vocab_parallel_cross_entropy
 
 LOGITS, PROBABILITIES = torch.randn(2, 5), torch.rand(2, 5)
@@ -17,7 +17,7 @@ OF_PROBABILITIES += [
     ({"labels": PROBABILITIES.clone().requires_grad_()}, TypeError, A_TEACHER),
     ({"labels": PROBABILITIES.long()}, ValueError, r"labels: shape .*; pass the global id of each token; of one-hot"),
     ({"labels": 3}, TypeError, "labels: expected a torch.Tensor"),
-    masked("labels", PROBABILITIES),
+    *tensor("labels", PROBABILITIES, "masked"),
 ]
 IDS = torch.randint(0, 9, (4, 2))
 NOT_IN_FORWARD: Row = ({"gradient": "in_forward"}, ValueError, "gradient: expected one of")
@@ -28,17 +28,11 @@ OF_IDS: list[Row] = [
     (
         {"labels": IDS[:, :0]},
         ValueError,
-        r"labels: shape must be \[4, k\] with at least one id per token, got \(4, 0\)$",
+        r"labels: shape must be \[4, k\] with at least one id .*, got \(4, 0\)$",
     ),
-    ({"labels": IDS.to_sparse()}, TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo"),
+    *tensor("labels", IDS, "sparse float32 masked"),
     ({"labels": torch.zeros(4, 9).long()}, ValueError, "labels: expected another number of given ids"),
-    (
-        {"labels": IDS + 9, "check_labels": True},
-        ValueError,
-        r"labels: must be in \[0, 9\) or ignore_index -100, got 8 outside",
-    ),
-    ({"labels": IDS.float()}, TypeError, "labels: dtype"),
-    masked("labels", IDS),
+    ({"labels": IDS + 9, "check_labels": True}, ValueError, r"labels: must be in \[0, 9\) or .* -100, got 8 outside"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature"),
 ]
 
@@ -47,11 +41,9 @@ OF_LOGITS_AT: list[Row] = [
     ({"ids": IDS[:3]}, ValueError, r"ids: shape must be \[4, k\] with at least one id per token, got \(3, .*\)$"),
     ({"ids": IDS[:, 0]}, ValueError, r"ids: shape must be .*, got \(4,\); for one id pass ids.unsqueeze\(-1\)$"),
     ({"ids": IDS[:, :0]}, ValueError, "ids: shape must be"),
-    ({"ids": IDS.float()}, TypeError, "ids: dtype"),
-    ({"ids": [1]}, TypeError, "ids: expected a torch.Tensor"),
+    *tensor("ids", IDS, "float32 list"),
     ({"ids": IDS + 9}, ValueError, r"ids: must be in \[0, 9\), got .* outside"),
-    ({"logits": [1]}, TypeError, "logits: expected a torch.Tensor"),
-    ({"logits": torch.zeros(4, 9).long()}, TypeError, "logits: dtype"),
+    *tensor("logits", torch.zeros(4, 9), "list int64"),
     ({"vocab_size": 10}, ValueError, "logits: last dimension must be at least vocab_size 10 "),
 ]
 

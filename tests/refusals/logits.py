@@ -1,10 +1,10 @@
-"""Refusals of losses, log-probabilities and modules over logits."""
+"""Refusals of losses, log-probabilities and modules over logits, and of TransformerEngine's functions."""
 
 import numpy
 import torch
 
-from tests.refusals.rows import NAN, Row, Table, constant, masked, number
-from vocab_parallel_ce import VocabParallelCrossEntropy, VocabShard, token_log_probs, vocab_parallel_cross_entropy
+import vocab_parallel_ce as vp
+from tests.refusals.rows import CONSTANT, NAN, Row, Table, number, tensor
 
 COLUMNS = 21
 LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
@@ -12,12 +12,12 @@ ITEMS = {"reduction": "sum"}
 ONES, ONE = torch.ones(COLUMNS), torch.ones(())
 OF_SHARDS: list[Row] = [
     ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
-    ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
-    ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
-    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
-    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
-    ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
-    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size.vocab_size: expected an int, got float"),
+    ({"vocab_size": vp.VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
+    ({"vocab_size": vp.VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
+    ({"vocab_size": vp.VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
+    ({"vocab_size": vp.VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
+    ({"vocab_size": vp.VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
+    ({"vocab_size": vp.VocabShard(0, 21, 21.0)}, TypeError, "vocab_size.vocab_size: expected an int, got float"),
 ]
 OF_BOTH: list[Row] = [
     *number("softcap"),
@@ -41,24 +41,17 @@ OUTPUTS: list[Row] = [
 ]
 DIVISORS: list[Row] = [
     ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
-    masked("num_items", torch.tensor([3])),
-    ({"num_items": torch.tensor([3]).to_sparse()}, TypeError, "num_items: expected a dense tensor, got layout"),
+    *tensor("num_items", ONE, "masked sparse grad meta", **ITEMS),
     ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0.* got -1"),
     ({"num_items": NAN, **ITEMS}, ValueError, "num_items: must be at least 0.* got nan"),
     ({"num_items": torch.tensor(-2), **ITEMS}, ValueError, "num_items: must be at least 0"),
     ({"num_items": True, **ITEMS}, TypeError, "num_items: expected a number, got bool"),
     ({"num_items": "3", **ITEMS}, TypeError, "num_items: expected a number, got str"),
-    (
-        {"num_items": ONE.clone().requires_grad_(), **ITEMS},
-        TypeError,
-        "num_items: expected a tensor that requires no gradient, got one",
-    ),
     ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
     ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
-    ({"num_items": ONE.to("meta"), **ITEMS}, ValueError, "num_items: device .*cpu.*meta"),
 ]
 OF_LOSS: list[Row] = [
-    *constant("class_weight", ONES),
+    *tensor("class_weight", ONES, CONSTANT),
     *(
         ({"label_smoothing": value}, ValueError, rf"label_smoothing: must be in \[0, 1\], got {value}")
         for value in (1.01, NAN)
@@ -78,28 +71,21 @@ OF_LOSS_AT_CALLS: list[Row] = [
     *DIVISORS,
     ({"class_weight": torch.ones(COLUMNS + 1)}, ValueError, r"class_weight: expected shape \(21,\), got \(22,\)"),
     ({"class_weight": ONE}, ValueError, r"class_weight: expected shape .*, got \(\)"),
-    ({"class_weight": ONES.to("meta")}, ValueError, "class_weight: device .*cpu, got meta"),
+    *tensor("class_weight", ONES, "meta"),
     ({"outputs": MEAN_LOGIT, "class_weight": ONES}, ValueError, "outputs: expected no 'mean_logit' with class_weight"),
     (MANY, ValueError, r"vocab_size: must be at most 2\*\*24 .*got 16777217; leave"),
 ]
 TENSORS: list[Row] = [
-    ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
-    ({"logits": None}, TypeError, "logits: .*Tensor.*NoneType"),
-    ({"logits": LOGITS.to(torch.complex64)}, TypeError, "logits: dtype .*complex64"),
+    *tensor("logits", LOGITS, "list None complex64 masked"),
+    *tensor("labels", LABELS, "None masked int16 meta sparse"),
     ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
     ({"logits": LOGITS[..., :0]}, ValueError, r"logits: .*\(2, 3, 0\)"),
-    ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
-    masked("labels", LABELS),
-    masked("logits", LOGITS),
-    ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)$"),
     ({"labels": LABELS.flatten()}, ValueError, r"labels: .*\(6,\); .*pass labels.reshape\(\[2, 3\]\)$"),
     ({"labels": LABELS.new_zeros(2, 21)}, ValueError, r"labels: .* the last dimension: pass logits.movedim\(1, -1\)$"),
-    ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"check_labels": "always"}, ValueError, "check_labels: expected 'auto', True or False, got 'always'"),
     ({"labels": LABELS + COLUMNS}, ValueError, "labels: .*6 outside"),
     ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
-    ({"labels": LABELS.to_sparse()}, TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo"),
     (PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
     ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
@@ -117,25 +103,21 @@ PER_COLUMN: Row = (
 ROWS = torch.ones(2, 3)
 TEMPERATURES: list[Row] = [
     *number("temperature"),
-    ({"temperature": ROWS.long()}, TypeError, "temperature: .*dtype must be floating point"),
-    ({"temperature": ROWS.clone().requires_grad_()}, TypeError, "temperature: .*pass its detach"),
-    ({"temperature": ROWS.to("meta")}, ValueError, "temperature: .*device must be that of"),
+    *tensor("temperature", ROWS, "int64 grad meta sparse masked"),
     ({"temperature": ROWS[..., None]}, ValueError, "temperature: .*expected 1 element, or the shape of the labels"),
-    ({"temperature": ROWS.to_sparse()}, TypeError, "temperature: .*dense"),
-    masked("temperature", ROWS),
 ]
 OF_LOG_PROBS: list[Row] = [
     *TEMPERATURES,
     *OUTPUTS,
     ({"gradient": "in_forward"}, ValueError, "gradient: expected one of 'auto', 'in_backward', .*in_forward"),
     ({"temperature": 1e-38, "logit_scale": 4.0}, ValueError, "temperature: must be positive and finite"),
-    *constant("threshold", ROWS),
+    *tensor("threshold", ROWS, CONSTANT),
     ({"threshold": ROWS[0, :2]}, ValueError, "threshold: expected 1 element, or the shape of the labels"),
     ({"outputs": MEAN_LOGIT, "threshold": ROWS}, ValueError, "outputs: expected no 'mean_logit' with a threshold"),
     ({"labels": LABELS[..., None], "threshold": ROWS}, ValueError, "labels: expected one per token with .*threshold"),
 ]
 WHEN_MADE: list[Row] = [
-    ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size.vocab_size: expected an int, got NoneType"),
+    ({"vocab_size": vp.VocabShard(0, 12, None)}, TypeError, "vocab_size.vocab_size: expected an int, got NoneType"),
     ({"vocab_size": 2**25, "outputs": ("predictions",)}, ValueError, "vocab_size: must be at most"),
 ]
 WHEN_SET: list[Row] = [
@@ -152,30 +134,51 @@ def a_call():
 
 def with_attributes(logits, labels, **attributes):
     """A call of a module whose attributes are set after it was made."""
-    module = VocabParallelCrossEntropy(label_smoothing=0.3)
+    module = vp.VocabParallelCrossEntropy(label_smoothing=0.3)
     for name, value in attributes.items():
         setattr(module, name, value)
     return module(logits, labels)
 
 
 def of_positions(positions):
-    return VocabParallelCrossEntropy(*positions)
+    return vp.VocabParallelCrossEntropy(*positions)
 
 
-POSITIONS: Row = (
-    {"positions": (ONES,)},
-    TypeError,
-    "VocabParallelCrossEntropy: expected keywords alone, got 1 .*class_weight=",
-)
+KEYWORDS = "VocabParallelCrossEntropy: expected keywords alone, got 1 .*class_weight="
+POSITIONS: Row = ({"positions": (ONES,)}, TypeError, KEYWORDS)
+OF_ENGINE: list[Row] = [
+    ({"overwrite_input": "yes"}, TypeError, "overwrite_input: expected a bool, got str"),
+    ({"overwrite_input": None}, TypeError, "overwrite_input: expected a bool, got NoneType"),
+    ({"reduce_loss": "mean"}, TypeError, "reduce_loss: .*str"),
+    ({"label_smoothing": 2.0}, ValueError, r"label_smoothing: .*2\.0"),
+    ({"dist_process_group": 4}, TypeError, "group: .*int"),
+    *tensor("target", LABELS, "None", "labels"),
+    *tensor("target", LABELS, "float32"),
+    *tensor("inp", LOGITS, "None", "logits"),
+]
+OF_SECOND_STEP: list[Row] = [
+    *tensor("grad_output", torch.ones(2, 3), "number int64 meta"),
+    ({"grad_output": torch.ones(5)}, ValueError, r"grad_output: .*\(2, 3\).*\(5,\)"),
+    ({"grad_output": torch.ones(2, 3, COLUMNS)}, ValueError, r"grad_output: .*\(2, 3, 21\)"),
+]
+
+
+def a_first_step():
+    given = LOGITS.clone(), LABELS, 0.0, False, None, -100
+    return {"_input": vp.cross_entropy_forward(*given)[1], "grad_output": torch.ones(2, 3)}
+
+
 TABLES = [
+    Table("parallel_cross_entropy", vp.parallel_cross_entropy, lambda: {"inp": LOGITS, "target": LABELS}, OF_ENGINE),
+    Table("cross_entropy_backward", vp.cross_entropy_backward, a_first_step, OF_SECOND_STEP),
     Table(
         "vocab_parallel_cross_entropy",
-        vocab_parallel_cross_entropy,
+        vp.vocab_parallel_cross_entropy,
         a_call,
         [*OF_BOTH, *OF_SHARDS, *TENSORS, PER_COLUMN, *OF_LOSS, *OF_LOSS_AT_CALLS],
     ),
-    Table("token_log_probs", token_log_probs, a_call, [*OF_BOTH, *OF_SHARDS, *TENSORS, *OF_LOG_PROBS]),
-    Table("VocabParallelCrossEntropy", VocabParallelCrossEntropy, dict, [*OF_BOTH, *OF_LOSS, *WHEN_MADE]),
+    Table("token_log_probs", vp.token_log_probs, a_call, [*OF_BOTH, *OF_SHARDS, *TENSORS, *OF_LOG_PROBS]),
+    Table("VocabParallelCrossEntropy", vp.VocabParallelCrossEntropy, dict, [*OF_BOTH, *OF_LOSS, *WHEN_MADE]),
     Table("VocabParallelCrossEntropy misplaced", of_positions, lambda: {"positions": ()}, [POSITIONS]),
     Table("VocabParallelCrossEntropy set", with_attributes, a_call, WHEN_SET),
 ]

@@ -60,20 +60,33 @@ def number(name: str) -> list[Row]:
     ]
 
 
-def masked(name: str, value: torch.Tensor) -> Row:
-    """A MaskedTensor, whose mask nothing here would see."""
+def _masked(value: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is a prototype
-        tensor = torch.masked.masked_tensor(value.detach(), torch.ones_like(value, dtype=torch.bool))
-    return {name: tensor}, TypeError, f"{name}: expected a tensor without a mask, got MaskedTensor; pass its get_data"
+        return torch.masked.masked_tensor(value.detach(), torch.ones_like(value, dtype=torch.bool))
 
 
-def constant(name: str, value: torch.Tensor) -> list[Row]:
-    """A tensor that must be floating point, dense, and constant, as another."""
-    return [
-        ({name: value.tolist()}, TypeError, f"{name}: expected a torch.Tensor, got list"),
-        ({name: value.long()}, TypeError, f"{name}: dtype must be floating point, got"),
-        ({name: value.to_sparse()}, TypeError, f"{name}: expected a dense tensor, got layout"),
-        masked(name, value),
-        ({name: value.clone().requires_grad_()}, TypeError, f"{name}: .*requires no gradient"),
-    ]
+# What a tensor may be in place of itself, apart from other dtypes, and what the message says then.
+FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
+    "None": (lambda t: None, TypeError, ".*torch.Tensor.* got NoneType"),
+    "list": (lambda t: t.tolist(), TypeError, ".*(torch.Tensor|a tensor).* got list"),
+    "number": (lambda t: 0.0, TypeError, ".*torch.Tensor.* got float"),
+    "bool": (lambda t: True, TypeError, ".*torch.Tensor.* got bool"),
+    "meta": (lambda t: t.detach().to("meta"), ValueError, ".*cpu.*meta"),
+    "sparse": (lambda t: t.detach().to_sparse(), TypeError, ".*expected a dense tensor"),
+    # A MaskedTensor, whose mask nothing here would see.
+    "masked": (_masked, TypeError, "expected a tensor without a mask, got MaskedTensor; pass its get_data"),
+    "grad": (lambda t: t.detach().clone().requires_grad_(), TypeError, ".*(requires|needs) no gradient.*detach"),
+}
+
+
+CONSTANT = "list int64 sparse masked grad"  # of one that is floating point
+
+
+def tensor(name: str, value: torch.Tensor, faults: str, subject: str = "", **others: Any) -> list[Row]:
+    """A tensor as another: each of ``faults`` is a key of :data:`FAULTS`, or a dtype; with ``others`` it would do."""
+    rows: list[Row] = []
+    for fault in faults.split():
+        make, error, words = FAULTS.get(fault, (lambda t, d=fault: t.to(getattr(torch, d)), TypeError, ".*dtype"))
+        rows.append(({name: make(value), **others}, error, f"{subject or re.escape(name)}: {words}"))
+    return rows

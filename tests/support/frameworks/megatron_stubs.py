@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.ranks.pools import device_of
 
@@ -213,23 +212,4 @@ def predicted() -> dict[str, torch.Tensor]:
     tracker = MTPLossLoggingHelper.tracker
     found = {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
     tracker.clear()
-    return found
-
-
-def curve(model: Any, steps: int, rate: float = 0.01) -> list[float]:
-    """Losses of training with Adam, the same batches each time."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    found = []
-    for number in range(steps):
-        inputs = batch(device, number % 4)
-        losses = model(**inputs)
-        loss = masked_mean(losses, inputs["loss_mask"])
-        optimizer.zero_grad()
-        loss.backward()
-        for parameter in model.parameters():  # what finalize_model_grads does
-            if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-        optimizer.step()
-        found.append(loss.item())
     return found

@@ -7,7 +7,7 @@ the framework's own function.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.cases.inputs import batch, with_a_broad_row
-from tests.support.ranks.case import assembled, even
-from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.ranks.case import even
+from tests.support.ranks.pools import in_ranks
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
 
@@ -40,7 +40,7 @@ class Policy(NamedTuple):
         return Policy(leaves, self.labels.to(device), grads)  # type: ignore[arg-type]
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """What a call got; None where it returns no such thing."""
 
     log_probs: Tensor | None
@@ -69,18 +69,13 @@ def leaves_of(inputs: Policy) -> tuple[Tensor, ...]:
     return tuple(leaf.detach().clone().requires_grad_() for leaf in inputs.leaves)
 
 
-def activations(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in a graph, as a model makes them, and not its leaves."""
-    return [leaf * 1 for leaf in leaves]
-
-
 def backward(outputs: Sequence[Tensor | None], grads: Sequence[Tensor], **options: Any) -> None:
     """One backward of the outputs that there are."""
     pairs = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if out is not None]
     torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], **options)
 
 
-def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True, True), **options: Any) -> Found:
+def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True, True), **options: Any) -> Outcome:
     """PyTorch's result from leaves of ``dtype``: log-probabilities and entropies, and the gradients of those wanted."""
     # Gradients of 16 bits are not rounded at the end: the budget adds that. Those of logits are.
     leaves = [leaf.detach().to(dtype).to(torch.promote_types(dtype, torch.float32)) for leaf in inputs.leaves]
@@ -89,94 +84,70 @@ def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True
     values = oracle.values(logits if dtype == torch.float64 else logits.float(), inputs.labels, **options)
     outputs = values.log_probs, values.entropy
     backward([out if is_wanted else None for out, is_wanted in zip(outputs, wanted, strict=True)], inputs.grads)
-    return Found(values.log_probs.detach(), values.entropy.detach(), tuple(leaf.grad for leaf in leaves))
+    return Outcome(values.log_probs.detach(), values.entropy.detach(), tuple(leaf.grad for leaf in leaves))
 
 
-def assert_right(found: Found, inputs: Policy, own: Found | None = None, *, roundings: int = 1, **options: Any) -> None:
-    """Fail unless all that was found is nearly as near to fp64 as PyTorch, or as ``own``.
+def assert_right(
+    actual: Outcome, inputs: Policy, native: Outcome | None = None, *, roundings: int = 1, **options: Any
+) -> None:
+    """Fail unless all of it is nearly as near to fp64 as PyTorch, or as ``native``.
 
-    ``own`` is what the framework's function gets; ``roundings`` are those of the gradient.
+    ``native`` is what the framework's function gets; ``roundings`` are those of the gradient.
     """
-    wanted = found.log_probs is not None, found.entropy is not None
+    wanted = actual.log_probs is not None, actual.entropy is not None
     truth = reference(inputs, torch.float64, wanted, **options)
-    peer = own or reference(inputs, inputs.leaves[0].dtype, wanted, **options)
+    peer = native or reference(inputs, inputs.leaves[0].dtype, wanted, **options)
     ignored = inputs.labels == -100
-    for value, true, other in zip(found[:2], truth[:2], peer[:2], strict=True):
+    for value, true, other in zip(actual[:2], truth[:2], peer[:2], strict=True):
         if value is not None:
             assert_within_budget(value, true, other.to(value.dtype))
-    if found.log_probs is not None:
-        assert not found.log_probs[ignored].any()
-        if len(found.grads) == 1 and found.entropy is None and found.grads[0] is not None:
-            assert not found.grads[0][ignored].any()
-    for grad, true, other in zip(found.grads, truth.grads, peer.grads, strict=True):
+    is_head = len(actual.grads) == 2  # whose entropies of ignored tokens are 0 too
+    assert actual.log_probs is None or not actual.log_probs[ignored].any()
+    assert actual.entropy is None or not is_head or not actual.entropy[ignored].any()
+    if is_head or actual.entropy is None:
+        assert not actual.grads[0][ignored].any()
+    for grad, true, other in zip(actual.grads, truth.grads, peer.grads, strict=True):
         if grad is not None:
             assert_within_budget(grad, true, other, roundings=roundings)
 
 
-def shards(
-    inputs: Policy, rank: int, n_ranks: int, device: Any, bounds: Sequence[tuple[int, int]] | None = None
-) -> Policy:
-    """In a rank: with its columns of the last leaf, which are equal for all ranks unless ``bounds`` say which."""
+def shards(inputs: Policy, rank: int, n_ranks: int, device: Any) -> Policy:
+    """In a rank: with its columns of the last leaf, which are equal for all ranks."""
     *others, last = inputs.leaves
-    start, stop = (bounds or even(COLUMNS // n_ranks, n_ranks))[rank]
+    start, stop = even(COLUMNS // n_ranks, n_ranks)[rank]
     part = last.narrow(-1 if not others else 0, start, stop - start).contiguous()
     return inputs._replace(leaves=(*others, part)).to(device)
 
 
-def whole(results: Sequence[Found], bounds: Sequence[tuple[int, int]] | None = None) -> Found:
+def columns_of(rank: int, group: Any) -> tuple[int, int]:
+    """In a rank: the first of its columns, and the first behind them."""
+    return even(COLUMNS // group.size(), group.size())[rank]
+
+
+def next_tokens(inputs: Policy) -> Policy:
+    """The same tokens as targets before they are rolled: that of each but the last is the next one's label."""
+    return inputs._replace(labels=inputs.labels.roll(1, dims=-1))
+
+
+def without_the_last(inputs: Policy) -> Policy:
+    """What counts in fp64: the last token of a sequence has no next one."""
+    labels = inputs.labels.clone()
+    labels[:, -1] = -100
+    return inputs._replace(labels=labels)
+
+
+def whole(results: Sequence[Outcome]) -> Outcome:
     """What the ranks got together: the same outputs, bit for bit, and the gradient of all columns."""
-    for found in results:
-        for value, first in zip(found[:2], results[0][:2], strict=True):
+    for actual in results:
+        for value, first in zip(actual[:2], results[0][:2], strict=True):
             assert (value is None and first is None) or torch.equal(value, first)
     *_, grads = results[0]
-    parts = [found.grads[-1] for found in results]
-    bounds = bounds or even(COLUMNS // len(results), len(results))
-    if len(grads) == 1:
-        return results[0]._replace(
-            grads=(assembled(bounds, [part.movedim(-1, 0) for part in parts], COLUMNS).movedim(0, -1),)
-        )
-    return results[0]._replace(grads=(*grads[:-1], assembled(bounds, parts, COLUMNS)))
-
-
-def curve(
-    rank: int, group: Any, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], bounds: Any = None, steps: int = 20
-) -> Tensor:
-    """In a rank: the losses of so many steps of a small model, whose head is cut over the ranks.
-
-    ``loss_of`` takes hidden states ``[2, 4, D]``, this rank's rows of the head, and labels, and returns a mean.
-    """
-    inputs, device = policy(head=True), device_of(rank, group)
-    generator = torch.Generator().manual_seed(2)
-    embedding = torch.randn(COLUMNS, WIDTH, generator=generator).to(device).requires_grad_()
-    (_, weight), labels = shards(inputs, rank, group.size(), device, bounds)[:2]
-    weight.requires_grad_()
-    tokens, losses = labels.clamp(min=0).flip(-1), []
-    optimizer = torch.optim.AdamW([embedding, weight], lr=0.05)
-    for _ in range(steps):
-        loss = loss_of(F.embedding(tokens, embedding).tanh(), weight, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    assert losses[-1] < losses[0] / 2
-    return torch.stack(losses)
-
-
-def summed_grad(hidden: Tensor, group: Any) -> Tensor:
-    """Hidden states whose gradient is the sum over the ranks, as before a column-parallel head."""
-
-    def summed(grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        torch.distributed.all_reduce(grad, group=group)
-        return grad
-
-    hidden = hidden * 1
-    hidden.register_hook(summed)
-    return hidden
+    parts = [actual.grads[-1] for actual in results]
+    return results[0]._replace(grads=(*grads[:-1], torch.cat(parts, -1 if len(grads) == 1 else 0)))
 
 
 def real_module(name: str) -> Any:
-    """The framework's own module, or a skip that names what is missing."""
+    """The framework's native module, or a skip that names what is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

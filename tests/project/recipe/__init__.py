@@ -1,1 +1,0 @@
-"""The two files that a new loss brings by CONTRIBUTING's recipe."""
