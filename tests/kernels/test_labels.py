@@ -1,6 +1,6 @@
 """The kernels of losses with labels, called as the autograd function calls them, against ``spec`` in fp64.
 
-Numbers of every option, width and layout are those of ``tests/conformance`` and of random calls.
+Numbers of every option, width and layout are those of random calls.
 """
 
 import pytest
@@ -9,13 +9,11 @@ import torch
 from tests.core.test_spec import ALL, by_spec
 from tests.kernels import rows as of_rows
 from tests.kernels.rows import EVERY_STATISTIC, INF, NAN
-from tests.support.cases.inputs import KINDS, batch
+from tests.support.cases.inputs import batch
 from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
-# (columns of the vocabulary, ranks, columns of a rank or None for torch.chunk's)
-CUTS = ((103, 3, None), (103, 4, 26), (103, 3, 48), (96, 4, 32), (90, 5, 32), (5, 4, 4))
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -64,26 +62,6 @@ def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
     of_rows.assert_gradient(gradient, logits, labels, options, **grads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_ranks, options", ((1, PLAIN), (2, ALL)), ids=("plain", "all"))
-def test_hard_rows(kernel_device, kind, n_ranks, options):
-    """With a cap of the size of the logits: there is no gradient beyond."""
-    if kind == "times_1000" and options is ALL:
-        options = ALL._replace(z_loss=1e-6, softcap=2e4)
-    logits, labels = batch(kind, rows=5, vocab_size=300, shards=n_ranks)
-    shards = [VocabShard.for_rank(300, rank, n_ranks) for rank in range(n_ranks)]
-    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
-
-
-@pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
-@pytest.mark.parametrize("dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("plain", "all"))
-def test_any_cut_gives_the_whole(kernel_device, vocab_size, n_ranks, width, dtype, options):
-    shards = [VocabShard.for_rank(vocab_size, rank, n_ranks, width) for rank in range(n_ranks)]
-    logits, labels = batch("some_ignored", rows=3, vocab_size=vocab_size, dtype=dtype)
-    labels[1:] = torch.tensor([0, vocab_size - 1])
-    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
-
-
 @pytest.mark.parametrize("options", (LossOptions(smoothing=0.1), LossOptions(softcap=20.0)), ids=("sum", "cap"))
 def test_shards_of_any_order_and_width(kernel_device, options):
     """The last columns first, one of a single column, one of padding alone."""
@@ -120,33 +98,6 @@ def test_small_grad_output_is_rounded_once(kernel_device):
     live = truth.abs() > 1e-30
     relative = ((grad.cpu().double() - truth) / truth).abs()[live]
     assert float(relative.max()) <= 2**-8 + 1e-5
-
-
-def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_above(kernel_device):
-    """Under smoothing without a cap, whose slope there is 0."""
-    logits, labels = batch("excluded_columns", rows=6, vocab_size=150)
-    excluded = logits == -INF
-    labels[0] = -100
-    grads = {
-        name: grad for name, grad in of_rows.grads_of(6, EVERY_STATISTIC, kernel_device).items() if grad is not None
-    }
-    for grad in grads.values():
-        grad[0] = INF
-    logits, labels = logits.to(kernel_device), labels.to(kernel_device)
-    stats = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
-    grad = of_rows.gradient_by_kernel(logits, stats[None], labels, EVERY_STATISTIC, **grads).cpu()
-    assert not grad[0].any() and not grad[excluded].any() and grad.isfinite().all()
-
-
-def test_rows_of_nan_are_0_in_the_padding(kernel_device):
-    shard = VocabShard(0, 50, 37)
-    logits = torch.full((3, 50), NAN, device=kernel_device)
-    labels = torch.tensor([1, 37, -100], device=kernel_device)
-    stats = of_rows.stats_by_kernel(logits, labels, ALL, shard)
-    grads = dict.fromkeys(of_rows.grads_of(3, ALL, "cpu"), torch.full((3,), INF, device=kernel_device))
-    grad = of_rows.gradient_by_kernel(logits, stats[None], labels, ALL, shard, **grads)
-    assert torch.equal(grad[:, 37:].cpu(), torch.zeros(3, 13))
-    assert grad[:2, :37].isnan().all() and not grad[2].any()
 
 
 def finish(logits, labels, options, n_ranks, device):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.linear.test_autograd import AT_ANY_MOMENT
+from tests.linear.test_autograd import AT_ANY_MOMENT, MOMENTS
 from tests.support.cases import linear
 from tests.support.cases.inputs import DTYPES, IGNORE_INDEX
 from tests.support.cases.layouts import label_layouts, logits_layouts
@@ -161,22 +161,35 @@ def test_the_gradient_of_a_confident_label_keeps_its_digits(impl_device, way):
         assert_right(Results((), *gradients), inputs, grad_output_of(way), **way)
 
 
-@AT_ANY_MOMENT
+CALLS = {name: WAYS[name] for name in MOMENTS}
+CALLS["log-probabilities"] = {"function": linear_token_log_probs, "outputs": ("entropy",)}
+BY_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def grad_outputs_of(call):
+    if "function" in call:
+        return [linear.zero_first_grad_output(linear.ROWS, seed=seed) for seed in (0, 1)]
+    return [grad_output_of(call)]
+
+
+@BY_CALL
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
+def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, call):
     """0 times NaN in the matmul of the weight's gradient would be NaN, as would the grad_output's.
 
     A promise of how many tokens count leaves the others out, and changes nothing else.
     """
     for valid_tokens, chunk in ((None, "auto"), (None, 2), (3, "auto"), (3, 2), (4, 3), (1000, 100), ("count", 2)):
-        inputs = linear.projection("peaked", bias=True)
+        inputs, grads = linear.projection("peaked", bias=True), grad_outputs_of(call)
         inputs.hidden[0], inputs.hidden[2, 3] = bad, bad
         inputs.labels[[0, 2]] = IGNORE_INDEX
-        grad_output = grad_output_of(way)
-        if grad_output.dim():
-            grad_output[2] = bad
-        result = check(impl_device, inputs, grad_output, valid_tokens=valid_tokens, chunk_size=chunk, **way)
+        for grad in grads:
+            if grad.dim():
+                grad[2] = bad
+        result = check(impl_device, inputs, *grads, valid_tokens=valid_tokens, chunk_size=chunk, **call)
         assert not result.hidden[[0, 2]].any() and result.weight.isfinite().all()
+        for output in result.outputs:
+            assert not output.dim() or not output[[0, 2]].any() and not output[[0, 2]].signbit().any()
 
 
 @pytest.mark.parametrize("n_ignored", [0, 1, 7, 10])
@@ -212,15 +225,15 @@ def test_no_captured_graph_counts():
         captured(lambda: [linear_cross_entropy(hidden, weight, labels, valid_tokens="count")])
 
 
-@AT_ANY_MOMENT
+@BY_CALL
 @pytest.mark.parametrize("valid_tokens", [0, ROWS - 1])
 @pytest.mark.usefixtures("unread_labels")
-def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, way):
+def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, call):
     """Also the loss of a token that was left out, where a 0 would pass for one."""
     inputs = linear.projection("peaked", ROWS, bias=True)
-    results = run(impl_device, inputs, valid_tokens=valid_tokens, outputs=METRICS, **way)
-    for tensor in (results.outputs[0], results.weight, results.bias):
-        assert tensor.isnan().all()
+    results = run(impl_device, inputs, valid_tokens=valid_tokens, **{"outputs": METRICS, **call})
+    for tensor in (*results.outputs, results.weight, results.bias):
+        assert tensor.isnan().all() or not tensor.is_floating_point()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

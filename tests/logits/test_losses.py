@@ -5,7 +5,7 @@ import torch
 
 from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
 from tests.support.cases.layouts import label_layouts
-from tests.support.cases.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Leaves, check, run
+from tests.support.cases.logits import COLUMNS, GRADIENTS, METRICS, REDUCTIONS, Leaves, check, run
 from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
@@ -96,44 +96,6 @@ def test_any_ignore_index(impl_device, ignore_index):
         labels[::3] = ignore_index
     for made in (labels.int(), labels):
         check(impl_device, logits, made, ignore_index=ignore_index, outputs=METRICS, check_labels=True)
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_ignored_rows_are_zero_whatever_they_hold_and_whatever_comes_for_them(impl_device, gradient, bad):
-    """Padding may be uninitialised, and a caller that divides by a row's weight has 0 / 0 there."""
-    logits, labels = batch("peaked", rows=6, vocab_size=COLUMNS)
-    logits[0, 3], labels[0] = bad, IGNORE_INDEX
-    logits[4], labels[4] = bad, IGNORE_INDEX
-    grad_output = torch.tensor([bad, 1.0, 2.0, -0.5, 1.0, 3.0])
-    for options in ({}, {**EVERY, "padding": 4, "outputs": METRICS}):
-        for reduction in REDUCTIONS:
-            given = (grad_output,) if reduction == "none" else ()
-            results = check(impl_device, logits, labels, *given, reduction=reduction, gradient=gradient, **options)
-            assert not results.grad[[0, 4]].any()
-        loss, *metrics = results.outputs
-        assert loss[0] == 0 and (not metrics or metrics[0][0] == -1)
-    for reduction in REDUCTIONS:  # no row that counts: 0, and attached
-        loss, grad = run(impl_device, logits, labels * 0 + IGNORE_INDEX, reduction=reduction, gradient=gradient)
-        assert not loss[0].any() and not grad.any()
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize(
-    ("label", "label_dtype"),
-    [(COLUMNS, torch.int64), (-1, torch.int32), (2**31 - 1, torch.int32), (2**32 + 3, torch.int64)],
-)
-@pytest.mark.usefixtures("unread_labels")
-def test_a_label_outside_the_vocabulary_is_nan(impl_device, label, label_dtype):
-    """In int32, the last one would be 3."""
-    logits, labels = batch("peaked", rows=5, vocab_size=COLUMNS)
-    labels[1] = label
-    for gradient in GRADIENTS:
-        made = logits, labels.to(label_dtype)
-        (loss,), grad = check(impl_device, *made, reduction="none", gradient=gradient)
-        assert loss.isnan().tolist() == [False, True, False, False, False]
-        assert grad.isnan().any(dim=1).tolist() == loss.isnan().tolist()
 
 
 @pytest.mark.quick

@@ -5,12 +5,10 @@ import torch
 
 from tests.support.cases import linear
 from tests.support.cases import logits as of_logits
-from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import linear_every_output, projection
-from tests.support.cases.logits import OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
+from tests.support.cases.logits import ROWS, broad_rows, every_output
 from tests.support.host.gpu import assert_host_never_waits
 from vocab_parallel_ce import linear_token_log_probs, token_log_probs
-from vocab_parallel_ce.options import DIFFERENTIABLE
 
 NAN, INF = float("nan"), float("inf")
 TRANSFORMS = {"plain": {}, "scaled": {"logit_scale": 0.5}, "capped": {"softcap": 10.0, "logit_scale": 0.4}}
@@ -20,16 +18,6 @@ FORMS = {"tokens": torch.float32, "bf16 tokens": torch.bfloat16, "fp64 tokens": 
 def temperatures(form="tokens", rows=ROWS):
     """Different in every row, on both sides of 1. One is exact: others are those of the number, bit for bit."""
     return torch.tensor(0.5) if form == "one" else torch.linspace(0.4, 1.9, rows).to(FORMS[form])
-
-
-def test_few_valid_tokens_have_their_own_temperatures(impl_device):
-    """Ignored tokens, which are left out, come first."""
-    inputs, t = projection("peaked"), temperatures(rows=linear.ROWS)
-    inputs.labels[[0, 2]] = IGNORE_INDEX
-    grads = grads_of_every_output(linear.ROWS)
-    options = {"function": linear_every_output, "valid_tokens": 3, "chunk_size": 2}
-    results = linear.run(impl_device, inputs, *grads, temperature=t.to(impl_device[1]), **options)
-    linear.assert_right(results, inputs, *grads, temperature=t, **options)
 
 
 @pytest.mark.parametrize("module", [of_logits, linear], ids=["logits", "linear"])
@@ -44,24 +32,6 @@ def test_one_element_is_the_number_bit_for_bit(impl_device, module):
     )
     for other in others:
         torch.testing.assert_close(other, of_number, rtol=0, atol=0)
-
-
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_what_is_no_temperature_gives_nan_and_ignored_tokens_0(impl_device, options):
-    impl, device = impl_device
-    bad = torch.tensor([NAN, INF, 0.0, -0.7, -INF, 0.7], device=device)
-    logits, labels = broad_rows("peaked", 12)
-    labels[:6] = IGNORE_INDEX
-    leaf = (logits - 90.0).to(device).requires_grad_()  # all negative: none is +inf divided by 0
-    options = {"temperature": bad.repeat(2), "impl": impl, **options}
-    found = token_log_probs(leaf, labels.to(device), outputs=OUTPUTS, **options)
-    differentiable = [getattr(found, name) for name in ("log_probs", *DIFFERENTIABLE)]
-    torch.autograd.backward(differentiable, [torch.ones(12, device=device)] * 5)
-    for values in (*differentiable, leaf.grad):
-        values = values.view(12, -1)
-        assert not values[:6].any() and values[6:11].isnan().all() and values[11].isfinite().all()
-    assert (found.predictions[:11] == -1).all() and found.predictions[11] >= 0
 
 
 @pytest.mark.reference
