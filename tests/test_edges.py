@@ -28,7 +28,10 @@ from tests.support.truth import oracle
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 
-pytestmark = pytest.mark.usefixtures("unread_labels")
+pytestmark = [
+    pytest.mark.usefixtures("unread_labels"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # of the interpreter, about infinities
+]
 
 NAN, INF = float("nan"), float("inf")
 AT_LABEL, ALL, BESIDE = "at the label", "everywhere", "beside the label"
@@ -223,9 +226,8 @@ def test_what_is_no_temperature(impl_device, options):
     assert (found.predictions[:11] == -1).all() and found.predictions[11] >= 0
 
 
-@pytest.mark.interpreted(6)
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("rows", (128, 129, 300))
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize(("rows", "gradient"), [*zip((128, 129, 300), GRADIENTS, strict=True)])
 def test_more_rows_than_a_program_sums(impl_device, rows, gradient):
     logits, labels = batch("some_ignored", rows=rows, vocab_size=9)
     for reduction in ("mean", "sum"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.rows import INF, NAN
+from tests.support.random.inputs import INF, NAN
 from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.spec import LossOptions

@@ -56,6 +56,16 @@ def test_smoothing_keeps_the_digits_of_an_improbable_label(impl_device, options)
     torch.testing.assert_close(grad.double(), truth, rtol=1e-5, atol=0)
 
 
+@pytest.mark.interpreted(1)
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_smoothing_keeps_its_digits_far_from_0(impl_device, smoothing):
+    """A mean of logits near -1000 loses three digits of a loss near 10; a mean of shifted logits does not."""
+    options = {"label_smoothing": smoothing, "reduction": "none"}
+    made = batch("far_negative", rows=10, vocab_size=60)
+    loss, truth = run(impl_device, *made, **options).loss, cross_entropy_fp64(*made, **options).loss
+    assert float(((loss - truth) / truth).abs().max()) < 4 * torch.finfo(torch.float32).eps
+
+
 def test_one_column(impl_device):
     """A shard of one column has stride 0 or anything in its last dimension."""
     impl, device = impl_device

@@ -11,7 +11,6 @@ from tests.support.host.gpu import assert_host_never_waits
 from vocab_parallel_ce import linear_token_log_probs, token_log_probs
 
 NAN, INF = float("nan"), float("inf")
-TRANSFORMS = {"plain": {}, "scaled": {"logit_scale": 0.5}, "capped": {"softcap": 10.0, "logit_scale": 0.4}}
 FORMS = {"tokens": torch.float32, "bf16 tokens": torch.bfloat16, "fp64 tokens": torch.float64, "one": torch.float32}
 
 

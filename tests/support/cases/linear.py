@@ -70,7 +70,6 @@ WAYS = {
     "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
     "none": {"reduction": "none"},
 }
-BY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
 
 
