@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
-from tests.support.cases.layouts import label_layouts
+from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch
 from tests.support.cases.logits import COLUMNS, GRADIENTS, METRICS, REDUCTIONS, Leaves, check, run
 from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
@@ -77,21 +76,6 @@ def test_one_column(impl_device):
         assert loss.item() == 0.0 and torch.equal(leaf.grad.cpu(), torch.zeros(4, 1))
 
 
-@pytest.mark.interpreted(4)  # those of one dimension are no copy
-@pytest.mark.parametrize(("shape", "reduction"), [((2, 3), "none"), ((5,), "mean"), ((1, 4), "none"), ((4, 1), "mean")])
-def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
-    """Shifted labels are not evenly spaced, nor on a 16-byte boundary; a size of 1 has any stride."""
-    logits, labels = batch("some_ignored", rows=torch.Size(shape).numel(), vocab_size=COLUMNS)
-    logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
-    grad_output = torch.randn(shape) if reduction == "none" else torch.tensor(0.75)
-    expected = check(impl_device, logits, labels, grad_output, reduction=reduction, z_loss=0.02, outputs=METRICS)
-    for name, view in label_layouts(labels.to(impl_device[1])):
-        version = view._version
-        (loss,), grad = run(impl_device, logits, view, grad_output, reduction=reduction, z_loss=0.02)
-        assert torch.equal(loss, expected.loss) and torch.equal(grad, expected.grad), name
-        assert torch.equal(view.cpu().long(), labels) and view._version == version, name
-
-
 @pytest.mark.quick
 @pytest.mark.interpreted(3)
 @pytest.mark.parametrize("ignore_index", [0, COLUMNS + 5, 2**32 + 3, 2**40, -(2**63)])
@@ -120,20 +104,6 @@ def test_checked_labels_are_counted_and_the_first_is_named(impl_device):
     assert torch.equal(logits, before) and logits._version == 0
     labels[1, 1:] = IGNORE_INDEX
     assert vocab_parallel_cross_entropy(logits, labels, impl=impl, check_labels=True).isfinite()
-
-
-@pytest.mark.parametrize(("shape", "gradient"), [((2, 3), "in_backward"), ((6,), "in_forward")])
-def test_grad_outputs_of_every_layout(impl_device, shape, gradient):
-    """One value for all rows, a stride of 0 or a transposed view must not be read as dense memory.
-
-    In "zero in the first token", a kernel that read the first value for all rows would return 0.
-    """
-    logits, labels = batch("mixture", rows=6, vocab_size=COLUMNS)
-    logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
-    for name, grad_output in grad_output_layouts(shape, impl_device[1]):
-        before = grad_output.clone()
-        check(impl_device, logits, labels, grad_output, reduction="none", gradient=gradient)
-        assert torch.equal(grad_output, before), name
 
 
 @pytest.mark.parametrize(("reduction", "gradient"), [*zip(REDUCTIONS, GRADIENTS, strict=True)])
