@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
 from tests.support.cases.pairs import covering
-from tests.support.cases.soft import divergences
+from tests.support.cases.soft import divergences, topk_losses
 from tests.support.ranks.case import BOUNDS, assembled, even
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
@@ -47,7 +47,10 @@ def truth_of(made, labels=None, reduction="mean", ignore_index=IGNORE_INDEX, **o
     """``(loss, gradients of student_hidden, student_weight and student_bias)`` in fp64."""
     made = {n: t.detach().double().requires_grad_(n.startswith("student")) for n, t in made.items()}
     student, teacher = (F.linear(*head) for head in heads_of(made))
-    losses = divergences(student, teacher, labels=labels, **options)
+    if "teacher_ids" in options:
+        losses = topk_losses(student, None, **options)
+    else:
+        losses = divergences(student, teacher, labels=labels, **options)
     counted = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels != ignore_index
     losses = losses.where(counted, 0.0)
     loss = losses if reduction == "none" else losses.sum() / counted.sum()
@@ -66,12 +69,15 @@ def assert_close(found, right):
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
 CALLS = covering(  # random calls have all options; these are ranks in processes
-    lambda case: not (case.get("gradient") == "in_forward" and case.get("reduction") == "none"),
-    divergence=("forward", "reverse", "js"),
+    lambda case: (
+        not (case.get("gradient") == "in_forward" and case.get("reduction") == "none")
+        and not (case.get("divergence") == "top-k" and (case.get("hard") or case.get("tokens", (9,))[0] != 9))
+    ),
+    divergence=("forward", "reverse", "js", "top-k"),
     reduction=("mean", "none"),
     hard=(None, 0.0, 0.3),  # None: without labels
     columns=tuple(BOUNDS),
-    tokens=((9, "auto"), (9, 4), (300, 200)),  # statistics are sent in parts of 128 rows and the rest
+    tokens=((9, "auto"), (9, 4), (150, 140)),  # statistics are sent in parts of 128 rows and the rest
     gradient=GRADIENTS,
     reduce_hidden_grad=(True, False),
 )
@@ -80,8 +86,11 @@ CALLS = covering(  # random calls have all options; these are ranks in processes
 def given_of(case):
     """Both heads, labels, and options."""
     made, labels = inputs(n_tokens=case["tokens"][0])
-    options = {"divergence": case["divergence"], "reduction": case["reduction"], "hard_weight": case["hard"] or 0.0}
-    return made, None if case["hard"] is None else labels, options
+    labels, options = None if case["hard"] is None else labels, {"reduction": case["reduction"]}
+    if case["divergence"] == "top-k":
+        log_probs, ids = F.linear(*heads_of(made)[1]).log_softmax(-1).topk(5)
+        return made, labels, options | {"rest": "bucket", "teacher_ids": ids, "teacher_log_probs": log_probs}
+    return made, labels, options | {"divergence": case["divergence"], "hard_weight": case["hard"] or 0.0}
 
 
 def bounds_of(case, n_ranks):
@@ -97,8 +106,12 @@ def _in_rank(rank, group, case, impl):
     options |= {name: case[name] for name in ("gradient", "reduce_hidden_grad")}
     options |= {"labels": None if labels is None else labels.to(device), "group": group, "impl": impl}
     options |= {"vocab_size": VocabShard(start, stop, COLUMNS), "chunk_size": case["tokens"][1]}
+    student, teacher = heads_of(own)
+    if "teacher_ids" in options:
+        tensors = (options.pop(name).to(device) for name in ("teacher_ids", "teacher_log_probs"))
+        teacher = TopKTeacher(*tensors, options.pop("rest"))
     with record_collectives() as calls:
-        loss = linear_distillation_loss(*heads_of(own), **options)
+        loss = linear_distillation_loss(student, teacher, **options)
     with record_collectives() as in_backward:
         loss.backward(factor_of(loss).to(device))
     assert {call.name for call in in_backward} <= ({"allreduce_"} if is_deferred(case) else set())
@@ -121,7 +134,7 @@ def chunks_of(case, labels, device):
     return [min(size, n_rows - first) for first in range(0, n_rows, size)]
 
 
-@pytest.mark.interpreted(3)
+@pytest.mark.interpreted(2)
 @pytest.mark.parametrize("case", CALLS, ids=map(str, range(len(CALLS))))
 @in_several_ranks
 def test_ranks(rank_pool, impl, case):
