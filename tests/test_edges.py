@@ -36,7 +36,8 @@ pytestmark = [
 NAN, INF = float("nan"), float("inf")
 AT_LABEL, ALL, BESIDE = "at the label", "everywhere", "beside the label"
 OUTSIDE = {torch.int64: 2**32 + 3, torch.int32: 2**31 - 1}  # in int32 the first would be 3
-# What a row holds, where, its label if that is not random, and what its results are.
+# What a row holds, where, its label if that is not random, and what its results are: those of "nothing" are NaN, except
+# the lse and the mean.
 ROWS = {
     "usual": (None, None, None, "numbers"),
     "NaN": (NAN, BESIDE, None, "NaN"),
@@ -56,6 +57,9 @@ ROWS = {
     "a label far outside": (None, None, "far", "outside"),
     "a class of weight 0": (None, None, "weight 0", "numbers"),
     "an excluded class of weight 0": (-INF, AT_LABEL, "weight 0", "numbers"),
+    "NaN, a class of weight 0": (NAN, BESIDE, "weight 0", "NaN"),
+    "infinity, a class of weight 0": (INF, BESIDE, "weight 0", "NaN"),
+    "nothing, a class of weight 0": (-INF, ALL, "weight 0", "nothing"),
     "a class of a negative weight": (None, None, "weight < 0", "numbers"),
     "the last, broad": (None, None, None, "numbers"),
 }
