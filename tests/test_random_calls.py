@@ -67,6 +67,16 @@ def test_random_calls_on_ranks_without_columns_are_right(impl_device):
         run_call(seed, Where(device, impl, small=True), changes={"width": FEWER_THAN_RANKS, "ranks": 4})
 
 
+def test_means_of_class_weights_on_ranks_are_right(impl_device):
+    """What divides them is of all ranks. No pair of values asks for it."""
+    impl, device = impl_device
+    seeds = [seed for seed in range(N_CALLS) if name_of(seed) == "vocab_parallel_cross_entropy"][:8]
+    for seed in seeds:
+        weighting = {"class_weight": ("whole", "columns")[seed % 2], "label_smoothing": (0.0, 0.1)[seed // 2 % 2]}
+        changes = {"reduction": "mean", "num_items": None, "outputs": (), "ranks": 2 + seed % 2, **weighting}
+        run_call(seed, Where(device, impl, small=True), changes=changes)
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_a_head_has_each_kind_of_programs_on_each_number_of_ranks(small):
     pairs = len(KINDS[small]) * len(RANKS)
