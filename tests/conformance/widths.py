@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, NAN
-from tests.support.cases.logits import SMOOTHING, broad_rows
-from tests.support.cases.weights import weights
+from tests.support.cases.logits import broad_rows
 from tests.support.kernels.launch_shapes import ONE, SEVERAL
 
 ROWS, LINE = 5, 64
@@ -28,9 +27,7 @@ PLACE = {
     "padding": (0, 5, "in a vector"),
     "programs": (ONE, SEVERAL),
 }
-HARD = ("peaked", "confident", "far_negative")  # rows of tests/support/cases/inputs.py
-# Together, not two factors: their kernels have code of their own.
-WEIGHTING = tuple((smoothing, form) for smoothing in SMOOTHING for form in (None, "whole", "columns"))
+HARD = ("peaked", "confident")  # rows of tests/support/cases/inputs.py
 
 
 def each(cases: list[dict[str, Any]], interpreted: int = 10**4, **among: Any) -> Any:
@@ -51,7 +48,7 @@ def columns_of(case: dict[str, Any]) -> tuple[int, int]:
 
 def rows_of(case: dict[str, Any]) -> tuple[int, ...]:
     """The shape of the tokens; rows of three levels have strides that do not merge."""
-    return (2, 2, 2) if "three levels" in (case.get("layout"), case.get("other_layout")) else (ROWS,)
+    return (2, 2, 2) if case["layout"] == "three levels" else (ROWS,)
 
 
 def made_of(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -95,19 +92,3 @@ def placed(values: Tensor, case: dict[str, Any], device: str) -> tuple[Tensor, T
     """A leaf ``[N, V]``, and logits ``[..., C]`` of it as the case places them."""
     leaf = values.to(device, copy=True).requires_grad_()
     return leaf, _Placed.apply(leaf, columns_of(case)[1], case["layout"], rows_of(case))
-
-
-def beside(values: Tensor, case: dict[str, Any], device: str) -> Tensor:
-    """``values [N, V]`` of another tensor as the case places that."""
-    n_columns = columns_of(case)[1] if case.get("other_padding", True) else values.shape[-1]
-    return _Placed.apply(values.to(device), n_columns, case["other_layout"], rows_of(case))
-
-
-def class_weight(case: dict[str, Any], device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The option of the oracle, and of the call: whole, or of the columns that the logits have."""
-    form, (vocab_size, n_columns) = case["weighting"][1], columns_of(case)
-    if form is None:
-        return {}, {}
-    made = weights(vocab_size)
-    given = made if form == "whole" else torch.nn.functional.pad(made, (0, n_columns - vocab_size), value=NAN)
-    return {"class_weight": made}, {"class_weight": given.to(device)}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from vocab_parallel_ce import kinds
+from vocab_parallel_ce import kinds, plan, vocab_parallel_cross_entropy
+from vocab_parallel_ce.head import plan as head_plan
 from vocab_parallel_ce.kinds import Kinds
 
 pytestmark = pytest.mark.reference
@@ -158,3 +159,21 @@ def test_a_guard_that_takes_a_tensor_for_another_is_not_used(monkeypatch, accept
 def test_a_pytorch_without_the_guard(monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     assert kinds._guards() is None
+
+
+def test_no_more_kinds_are_known_than_the_most():
+    """Numbers of tokens that never repeat would fill the memory."""
+    few = Kinds(most=3)
+    for n in range(1, 9):
+        kind = few.find("facts", (torch.zeros(n, 4),))
+        assert few.find("facts", (torch.zeros(n, 4),)) is kind and len(few.by_key) <= 3 and len(few.last) <= 3
+    for known in (plan._kinds, head_plan._kinds):
+        assert known.most <= 1024
+
+
+def test_calls_of_all_lengths_are_few_plans():
+    plan._kinds.forget()
+    plan._cached_plan.cache_clear()
+    for n in range(1, 20):
+        vocab_parallel_cross_entropy(torch.randn(n, 4), torch.zeros(n, dtype=torch.int64))
+    assert len(plan._kinds.by_key) == 19 and plan._cached_plan.cache_info().currsize == 1

@@ -187,10 +187,17 @@ def test_a_compiled_step_is_one_graph_and_one_for_other_counts_of_tokens(impl_de
 
 
 @pytest.mark.reference
-def test_inductor():
-    x = inputs(dtype=torch.bfloat16)
-    compiled = torch.compile(linear_none, fullgraph=True, backend="inductor")
-    assert_same_bits(results(compiled, x), results(linear_none, x))
+@pytest.mark.parametrize(
+    ("step", "dtype", "backend"),
+    [(linear_none, torch.bfloat16, "inductor"), (logits_mean, torch.float64, "aot_eager")],
+    ids=("inductor", "fp64"),
+)
+def test_other_dtypes(step, dtype, backend):
+    x = inputs(dtype=dtype)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    found, expected = results(compiled, x), results(step, x)
+    assert_same_bits(found, expected)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
 
 
 @pytest.mark.reference

@@ -11,7 +11,6 @@ from tests.support.cases.inputs import batch
 from tests.support.cases.layouts import logits_layouts
 from tests.support.cases.logits import GRADIENTS, REDUCTIONS, Leaves, Results, assert_right, flat_outputs
 from tests.support.cases.pairs import covering
-from tests.support.random.wrappers import VIEWS
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 
@@ -165,15 +164,21 @@ def test_losses_over_parts_have_the_gradient_of_the_whole(impl_device, name, dim
         assert torch.equal(kept.view(-1, COLUMNS), values.to(device)), "logits that are still read were written"
 
 
-# Of [2, 4, V]; "" is the tensor itself.
-ROW_VIEWS = ("", "flat", "later rows", "second chunk", "transpose", "every other")
+VIEWS = {  # of [2, 4, V]
+    "the tensor": lambda x: x,
+    "flat": lambda x: x.view(-1, x.shape[-1]),
+    "later rows": lambda x: x[1:],
+    "second chunk": lambda x: x.chunk(2)[1],
+    "transpose": lambda x: x.transpose(0, 1),
+    "every other": lambda x: x[::2],
+}
 
 
 def _labels_of(logits):
     return torch.arange(logits.shape[:-1].numel(), device=logits.device).view(logits.shape[:-1])
 
 
-@pytest.mark.parametrize("view", ROW_VIEWS)
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 def test_a_leaf_and_a_view_of_one_keep_their_values(impl_device, view, reduction):
     """Overwritten, ``p.grad`` was ``p`` itself, and SGD made of it (1 - lr) times the gradient."""
@@ -191,7 +196,7 @@ def test_a_leaf_and_a_view_of_one_keep_their_values(impl_device, view, reduction
     torch.testing.assert_close(p.detach().cpu(), values - 0.5 * p.grad.cpu())
 
 
-@pytest.mark.parametrize("view", ROW_VIEWS)
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("reduction, gradient", (("mean", "auto"), ("none", "in_backward"), ("mean", "out_of_place")))
 def test_logits_that_are_a_view_in_the_graph(impl_device, gradient, view, reduction):
     """A raised version makes autograd rebuild a view's node: hooks on the old one are lost, or crash."""
@@ -275,7 +280,11 @@ def test_every_layout(impl_device, gradient, columns):
         labels = values.argmin(dim=-1)
         logits = layout.view.detach().requires_grad_()
         options = {"reduction": "none", "label_smoothing": 0.1}
+        with torch.no_grad():
+            plain = vocab_parallel_cross_entropy(logits, labels, impl=impl, gradient=gradient, **options)
+        assert torch.equal(layout.view, values), layout.name
         loss = vocab_parallel_cross_entropy(logits, labels, impl=impl, gradient=gradient, **options)
+        torch.testing.assert_close(plain, loss.detach(), msg=layout.name)
         grad_output = torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)) + 0.5
         (grad,) = torch.autograd.grad(loss, logits, grad_output.to(device))
         assert_right(Results((loss,), grad), values.cpu(), labels.cpu(), grad_output, **options)

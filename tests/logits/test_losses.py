@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
-from tests.support.cases.layouts import label_layouts
-from tests.support.cases.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Leaves, check, run
+from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch
+from tests.support.cases.logits import COLUMNS, GRADIENTS, METRICS, REDUCTIONS, Leaves, check, run
 from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
@@ -56,6 +55,16 @@ def test_smoothing_keeps_the_digits_of_an_improbable_label(impl_device, options)
     torch.testing.assert_close(grad.double(), truth, rtol=1e-5, atol=0)
 
 
+@pytest.mark.interpreted(1)
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_smoothing_keeps_its_digits_far_from_0(impl_device, smoothing):
+    """A mean of logits near -1000 loses three digits of a loss near 10; a mean of shifted logits does not."""
+    options = {"label_smoothing": smoothing, "reduction": "none"}
+    made = batch("far_negative", rows=10, vocab_size=60)
+    loss, truth = run(impl_device, *made, **options).loss, cross_entropy_fp64(*made, **options).loss
+    assert float(((loss - truth) / truth).abs().max()) < 4 * torch.finfo(torch.float32).eps
+
+
 def test_one_column(impl_device):
     """A shard of one column has stride 0 or anything in its last dimension."""
     impl, device = impl_device
@@ -65,21 +74,6 @@ def test_one_column(impl_device):
         loss = vocab_parallel_cross_entropy(leaf, labels, impl=impl, reduction="sum")
         loss.backward()
         assert loss.item() == 0.0 and torch.equal(leaf.grad.cpu(), torch.zeros(4, 1))
-
-
-@pytest.mark.interpreted(4)  # those of one dimension are no copy
-@pytest.mark.parametrize(("shape", "reduction"), [((2, 3), "none"), ((5,), "mean"), ((1, 4), "none"), ((4, 1), "mean")])
-def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
-    """Shifted labels are not evenly spaced, nor on a 16-byte boundary; a size of 1 has any stride."""
-    logits, labels = batch("some_ignored", rows=torch.Size(shape).numel(), vocab_size=COLUMNS)
-    logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
-    grad_output = torch.randn(shape) if reduction == "none" else torch.tensor(0.75)
-    expected = check(impl_device, logits, labels, grad_output, reduction=reduction, z_loss=0.02, outputs=METRICS)
-    for name, view in label_layouts(labels.to(impl_device[1])):
-        version = view._version
-        (loss,), grad = run(impl_device, logits, view, grad_output, reduction=reduction, z_loss=0.02)
-        assert torch.equal(loss, expected.loss) and torch.equal(grad, expected.grad), name
-        assert torch.equal(view.cpu().long(), labels) and view._version == version, name
 
 
 @pytest.mark.quick
@@ -98,44 +92,6 @@ def test_any_ignore_index(impl_device, ignore_index):
         check(impl_device, logits, made, ignore_index=ignore_index, outputs=METRICS, check_labels=True)
 
 
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_ignored_rows_are_zero_whatever_they_hold_and_whatever_comes_for_them(impl_device, gradient, bad):
-    """Padding may be uninitialised, and a caller that divides by a row's weight has 0 / 0 there."""
-    logits, labels = batch("peaked", rows=6, vocab_size=COLUMNS)
-    logits[0, 3], labels[0] = bad, IGNORE_INDEX
-    logits[4], labels[4] = bad, IGNORE_INDEX
-    grad_output = torch.tensor([bad, 1.0, 2.0, -0.5, 1.0, 3.0])
-    for options in ({}, {**EVERY, "padding": 4, "outputs": METRICS}):
-        for reduction in REDUCTIONS:
-            given = (grad_output,) if reduction == "none" else ()
-            results = check(impl_device, logits, labels, *given, reduction=reduction, gradient=gradient, **options)
-            assert not results.grad[[0, 4]].any()
-        loss, *metrics = results.outputs
-        assert loss[0] == 0 and (not metrics or metrics[0][0] == -1)
-    for reduction in REDUCTIONS:  # no row that counts: 0, and attached
-        loss, grad = run(impl_device, logits, labels * 0 + IGNORE_INDEX, reduction=reduction, gradient=gradient)
-        assert not loss[0].any() and not grad.any()
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize(
-    ("label", "label_dtype"),
-    [(COLUMNS, torch.int64), (-1, torch.int32), (2**31 - 1, torch.int32), (2**32 + 3, torch.int64)],
-)
-@pytest.mark.usefixtures("unread_labels")
-def test_a_label_outside_the_vocabulary_is_nan(impl_device, label, label_dtype):
-    """In int32, the last one would be 3."""
-    logits, labels = batch("peaked", rows=5, vocab_size=COLUMNS)
-    labels[1] = label
-    for gradient in GRADIENTS:
-        made = logits, labels.to(label_dtype)
-        (loss,), grad = check(impl_device, *made, reduction="none", gradient=gradient)
-        assert loss.isnan().tolist() == [False, True, False, False, False]
-        assert grad.isnan().any(dim=1).tolist() == loss.isnan().tolist()
-
-
 @pytest.mark.quick
 def test_checked_labels_are_counted_and_the_first_is_named(impl_device):
     impl, device = impl_device
@@ -148,20 +104,6 @@ def test_checked_labels_are_counted_and_the_first_is_named(impl_device):
     assert torch.equal(logits, before) and logits._version == 0
     labels[1, 1:] = IGNORE_INDEX
     assert vocab_parallel_cross_entropy(logits, labels, impl=impl, check_labels=True).isfinite()
-
-
-@pytest.mark.parametrize(("shape", "gradient"), [((2, 3), "in_backward"), ((6,), "in_forward")])
-def test_grad_outputs_of_every_layout(impl_device, shape, gradient):
-    """One value for all rows, a stride of 0 or a transposed view must not be read as dense memory.
-
-    In "zero in the first token", a kernel that read the first value for all rows would return 0.
-    """
-    logits, labels = batch("mixture", rows=6, vocab_size=COLUMNS)
-    logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
-    for name, grad_output in grad_output_layouts(shape, impl_device[1]):
-        before = grad_output.clone()
-        check(impl_device, logits, labels, grad_output, reduction="none", gradient=gradient)
-        assert torch.equal(grad_output, before), name
 
 
 @pytest.mark.parametrize(("reduction", "gradient"), [*zip(REDUCTIONS, GRADIENTS, strict=True)])

@@ -10,14 +10,12 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.support.cases import logits as of_logits
-from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import (
     COLUMNS,
     OUTPUTS,
     broad_rows,
     every_output,
     flat_outputs,
-    grads_of_every_output,
     random_grad_output,
 )
 from tests.support.truth.budget import assert_within_budget
@@ -53,41 +51,6 @@ def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
         alone = token_log_probs(logits, labels, outputs=[name], impl=impl)
         assert [field for field, value in vars(alone).items() if value is not None] == ["log_probs", name]
         torch.testing.assert_close(getattr(alone, name), getattr(every, name), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("used", ["all", 0, 1, 4])
-@pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.usefixtures("unread_labels")
-def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(impl_device, bad, used):
-    """Whatever rows of prompts and padding hold, and whatever comes from grad_output for them."""
-    logits, labels = broad_rows("peaked", 6)
-    logits[0, 3], logits[2] = bad, bad
-    labels[[0, 2]], labels[1], labels[3] = IGNORE_INDEX, -1, COLUMNS
-    grad_outputs = grads_of_every_output(6, used)
-    for grad in grad_outputs:
-        if grad is not None:
-            grad[[0, 2]] = bad
-    for options in ({}, {"softcap": 10, "logit_scale": 0.4, "temperature": 0.7}):
-        (*outputs, predictions), grad = check(impl_device, logits, labels, *grad_outputs, **options)
-        outputs[3] = outputs[3] - 1  # sum_sq_probs, as the oracle has it
-        for result in (*outputs, grad):
-            assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
-            is_nan = result.isnan().view(6, -1)
-            assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
-        assert predictions[[0, 2]].tolist() == [-1, -1]
-        assert torch.equal(predictions[[1, 3]], logits[[1, 3]].argmax(-1))
-
-
-def test_predictions_of_log_probs(impl_device):
-    """The first of equals; -1 in rows without a finite largest logit."""
-    impl, device = impl_device
-    logits = torch.tensor([[0.0, 2, 2], [0, 2, 2], [1, 0, 0], [NAN, 1, 0], [-INF, -INF, -INF], [5, 0, 0]])
-    labels = torch.tensor([1, 2, 0, 1, 0, IGNORE_INDEX], device=device)
-    logits = logits.to(device).requires_grad_() * 1
-    found = token_log_probs(logits, labels, outputs=("predictions", "lse"), impl=impl)
-    assert found.predictions.dtype == torch.int64 and not found.predictions.requires_grad and found.lse.requires_grad
-    assert found.predictions.tolist() == [1, 1, 0, -1, -1, -1]
 
 
 @pytest.mark.reference
@@ -148,3 +111,38 @@ def test_entropy_of_rows_far_from_zero_keeps_its_digits(impl_device):
     for shift in (-8192.0, 8192.0):
         far = of_pair(impl_device, steps + shift, labels, *grads)
         torch.testing.assert_close(far, near, rtol=0, atol=0)
+
+
+def _predictions(impl_device, logits):
+    impl, device = impl_device
+    labels = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    found = vocab_parallel_cross_entropy(logits.to(device), labels, impl=impl, outputs=("predictions",))
+    assert found.predictions.dtype == torch.int64 and not found.predictions.requires_grad
+    return found.predictions.tolist()
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_first_of_equal_logits_is_predicted(impl_device, dtype, offset):
+    """Over threads, over steps of one thread, and over the columns before and after whole vectors."""
+    columns, firsts = 531, (0, 2, 7, 8, 127, 128, 300, 513, 524, 530)
+    storage = torch.empty(offset + len(firsts) * columns, dtype=dtype)
+    logits = storage[offset:].view(len(firsts), columns)
+    logits.copy_(torch.randn(len(firsts), columns) - 9)
+    generator = torch.Generator().manual_seed(0)
+    for row, first in enumerate(firsts):
+        later = torch.randint(first, columns, (40,), generator=generator)
+        logits[row, first] = logits[row, later] = -1.5
+    moved = storage.to(impl_device[1])[offset:].view(len(firsts), columns)
+    assert _predictions(impl_device, moved) == list(firsts)
+
+
+def test_rows_of_one_value_and_signed_zeros(impl_device):
+    """-0 and 0 are equal, and so are all columns of a constant row: the first is predicted."""
+    logits = torch.full((4, COLUMNS), -3.0)
+    logits[0] = 2.5
+    logits[1, 7], logits[1, 9] = -0.0, 0.0
+    logits[2] = -INF
+    logits[2, 20] = -1000.0
+    logits[3, 0], logits[3, 20] = 0.0, -0.0
+    assert _predictions(impl_device, logits) == [0, 7, 20, 0]

@@ -18,10 +18,16 @@ from torch import nn
 
 from tests.support.kernels.interpreted_programs import interpreted_programs
 from tests.support.kernels.launch_shapes import forget_plans
-from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import VocabShard, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
 
 ROWS, COLUMNS = 2, 48
-FUNCTIONS = {"loss": vocab_parallel_cross_entropy, "log_probs": token_log_probs}
+
+
+def divergence(logits, labels, *, teacher, **options):
+    return distillation_loss(logits, teacher, labels=labels, **options)
+
+
+FUNCTIONS = {"loss": vocab_parallel_cross_entropy, "log_probs": token_log_probs, "divergence": divergence}
 
 
 class Subclass(torch.Tensor):
@@ -98,6 +104,17 @@ OF_LOG_PROBS = [
     {"threshold": torch.zeros(ROWS)},
     {"threshold": torch.zeros(ROWS, requires_grad=True)},
 ]
+TEACHER = made(ROWS, COLUMNS) * 0.5 + 1
+TEACHERS = {  # rows of the two tensors that lie alike or not, in either of them
+    "the same": TEACHER,
+    "bf16": TEACHER.bfloat16(),
+    "fp64": TEACHER.double(),
+    "expanded": TEACHER[:1].expand(ROWS, COLUMNS),
+    "fewer columns": TEACHER[:, 1:],
+    "one token": TEACHER[:1],
+    "a gradient": TEACHER.clone().requires_grad_(),
+    **{name: LOGITS[name](TEACHER) for name in ("rows apart", "off a boundary", "column-major", "a negative view")},
+}
 GRAD = (torch.enable_grad, torch.no_grad)
 STATES = {
     "no_grad": torch.no_grad,
@@ -108,7 +125,17 @@ STATES = {
 }
 
 
+def kinds_of_divergences():
+    kinds = {"usual": {"keywords": {"teacher": TEACHER}}}
+    for name, teacher in TEACHERS.items():
+        kinds |= {f"{name}, teacher": {"keywords": {"teacher": teacher}}}
+        kinds |= {f"{name}, teacher, rows apart": {"keywords": {"teacher": teacher}, "logits": LOGITS["rows apart"]}}
+    return kinds
+
+
 def kinds_of(function):
+    if function == "divergence":
+        return kinds_of_divergences()
     kinds = {"usual": {}, "logits that are kept": {"keeps": True}}
     kinds |= {f"{name}, logits": {"leaf": make} for name, make in LEAVES.items()}
     kinds |= {f"{name}, of logits": {"logits": change} for name, change in LOGITS.items()}

@@ -12,7 +12,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.logging_tensor import LoggingTensor
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.integrations.test_transformer_engine import on_each_device  # Triton's interpreter runs in one thread
@@ -198,10 +197,6 @@ def kept_by_a_function(program):
 def profiled(program):
     with torch.autograd.profiler.profile():
         program.loss(program.logits()).backward()
-
-
-def reentrant(program):
-    checkpoint(lambda h: program.loss(program.logits()), program.weight, use_reentrant=True).backward()
 
 
 # What a program does, and where backward puts its gradients.

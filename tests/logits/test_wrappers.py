@@ -1,70 +1,153 @@
 """Saved-tensor hooks: checkpoints, offloading and compilation around a loss whose logits others use too.
 
 Autograd compares no version of a tensor that went through such hooks. What overwrites it then trains on
-another gradient without an error: the defaults must not overwrite there. The programs are those of
-``support/random/programs.py``, chosen instead of drawn.
+another gradient without an error: the defaults must not overwrite there. PyTorch computes the same without wrappers.
 """
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
+import vocab_parallel_ce as vp
 from tests.support.cases.pairs import covering
-from tests.support.random.programs import Package, outcome, problem
-from tests.support.random.wrappers import Case, Use
+from tests.support.truth import oracle
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import plan, vocab_parallel_cross_entropy
 
+ROWS, WIDTH, COLUMNS = 7, 12, 21
+
+
+def within(context: Callable[[], Any], function: Callable[..., Any], *args: Tensor) -> Any:
+    with context():
+        return function(*args)
+
+
+def compiled(function: Callable[..., Any], *args: Tensor) -> Any:
+    torch.compiler.reset()
+    return torch.compile(lambda *args: function(*args), backend="aot_eager")(*args)
+
+
+WRAPPERS = {
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "save_on_cpu": partial(within, save_on_cpu),
+    "identity": partial(within, partial(saved_tensors_hooks, lambda t: t, lambda t: t)),
+    "copies": partial(within, partial(saved_tensors_hooks, lambda t: t.detach().clone(), lambda t: t)),
+    "compiled": compiled,
+}
 # The outermost first.
 SIMPLE = ("checkpoint", "identity", "copies", "save_on_cpu")
 COMPILED = ("compiled checkpoint", "compiled identity", "identity compiled")
 WITHOUT_HOOKS = ("", "reentrant")
 # Who else uses the logits, or the hidden states.
-OTHERS = {
-    "auxiliary loss": {"before": "lse"},
-    "second loss": {},
-    "saved output": {"source": "sigmoid"},
-    "read afterwards": {"after": "softmax"},
-}
-# By a gradient mode of the loss, as a module, as log-probabilities, or by TransformerEngine's signature.
+OTHERS = ("auxiliary loss", "second loss", "saved output", "read afterwards")
+
+
+def te(logits, labels, impl, *, is_mean, **overwrite):
+    loss = vp.parallel_cross_entropy(logits, labels, 0.0, is_mean, None, -100, **overwrite)
+    return loss.squeeze(0) if is_mean else loss
+
+
 OVER_LOGITS = {
-    "auto": ("loss", "auto", "mean"),
-    "in_backward": ("loss", "in_backward", "mean"),
-    "out_of_place": ("loss", "out_of_place", "mean"),
-    "module": ("module", "auto", "mean"),
-    "log_probs": ("log_probs", "auto", "none"),
-    "te": ("te", None, "mean"),
-    "te, none": ("te", None, "none"),
+    "auto": vocab_parallel_cross_entropy,
+    "in_backward": partial(vocab_parallel_cross_entropy, gradient="in_backward"),
+    "out_of_place": partial(vocab_parallel_cross_entropy, gradient="out_of_place"),
+    "module": lambda logits, labels, impl: vp.VocabParallelCrossEntropy(impl=impl)(logits, labels),
+    "log_probs": vp.token_log_probs,
+    "te": partial(te, is_mean=True),
+    "te, none": partial(te, is_mean=False),
 }
-OVER_HEADS = {name: OVER_LOGITS[name] for name in ("auto", "in_backward", "module", "log_probs")}
-LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
-HOOKED_CASES = covering(wrapper=SIMPLE, other=tuple(OTHERS), loss=LOSSES)
-HOOKED_CASES += covering(wrapper=COMPILED, other=tuple(OTHERS), loss=("auto", "log_probs", "te"))
-# Hidden states are never overwritten, so compiled wrappers add nothing to what tests of compiled calls have.
-LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *SIMPLE), other=tuple(OTHERS), loss=tuple(OVER_HEADS))
 IN_PLACE = {
     "in_backward": OVER_LOGITS["in_backward"],
-    "in_forward": ("loss", "in_forward", "mean"),
-    "te, overwriting": ("te", True, "mean"),
+    "in_forward": partial(vocab_parallel_cross_entropy, gradient="in_forward"),
+    "te, overwriting": partial(te, is_mean=True, overwrite_input=True),
 }
+
+
+def of_module(hidden, weight, labels, impl, chunk_size):
+    layer = nn.Linear(WIDTH, COLUMNS, bias=False, device="meta")
+    layer.weight = weight
+    return vp.LinearCrossEntropy(layer, impl=impl, chunk_size=chunk_size)(hidden, labels)
+
+
+OVER_HEADS = {
+    "auto": vp.linear_cross_entropy,
+    "in_backward": partial(vp.linear_cross_entropy, gradient="in_backward"),
+    "module": of_module,
+    "log_probs": vp.linear_token_log_probs,
+}
+LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
+HOOKED_CASES = covering(wrapper=SIMPLE, other=OTHERS, loss=LOSSES)
+HOOKED_CASES += covering(wrapper=COMPILED, other=OTHERS, loss=("auto", "log_probs", "te"))
+# Hidden states are never overwritten, so compiled wrappers add nothing to what tests of compiled calls have.
+LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *SIMPLE), other=OTHERS, loss=tuple(OVER_HEADS))
 # Reentrant checkpoints and no wrapper at all: autograd sees what is overwritten by name.
 SEEN = ("auto", "in_backward", "log_probs", "te, none")
 
 
-def program(family, wrapper, other, function, gradient, reduction, **options):
-    grad_output = "one" if reduction == "mean" else "random"
-    use = Use(function, gradient, {"reduction": reduction, **options}, "", 5, 0.0, grad_output)
-    losses = (use, use._replace(labels=6, grad_output="factor")) if other == "second loss" else (use,)
-    head = "module" if function == "module" else "leaf"
-    features = {"source": "product", **OTHERS[other], "wrappers": tuple(wrapper.split()), "head": head}
-    return Case(f"{family}-{other}", family, 1, torch.float32, (7,), 21, losses=losses, **features)
+def step(call, other, device="cpu", dtype=torch.float32, wrapper="", is_linear=False):
+    """The sum of the losses and of what else uses their input, and the gradients of three leaves.
+
+    ``call(x, weight, labels)`` is a loss over logits, or over hidden states and a weight.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, WIDTH), (WIDTH, WIDTH), (COLUMNS, WIDTH)
+    leaves = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype) * 0.6) for s in shapes]
+    labels = torch.randint(0, COLUMNS, (2, ROWS), generator=generator).to(device)
+    factors = torch.randn(2, ROWS, generator=generator).to(device, dtype)
+
+    def forward(hidden, square, weight):
+        x = hidden @ square if is_linear else hidden @ square @ weight.t()
+        x = x.sigmoid() if other == "saved output" else x
+        total = 0.1 * x.logsumexp(-1).pow(2).mean() if other == "auxiliary loss" else 0.0
+        for index in range(1 + (other == "second loss")):
+            loss = call(x, leaves[2] if call.is_module else weight, labels[index])
+            total = total + (loss * (factors[index] if loss.dim() else factors[index, 0])).sum()
+        return total + x.softmax(-1).pow(2).sum() if other == "read afterwards" else total
+
+    for name in reversed(wrapper.split()):
+        forward = partial(WRAPPERS[name], forward)
+    total = forward(*leaves)
+    total.backward()
+    return total.detach(), *(leaf.grad for leaf in leaves)
 
 
-def check(impl_device, case):
-    result = outcome(case, Package(*impl_device, case.dtype))
-    assert not isinstance(result, str), result
-    assert not problem(case, [result], impl_device[1])
+class Call:
+    """A loss of this package, or PyTorch's."""
+
+    def __init__(self, function, impl=None, is_linear=False):
+        self.function, self.impl, self.is_linear = function, impl, is_linear
+        self.is_module = function is of_module  # it has no other weight than its own
+
+    def __call__(self, x, weight, labels):
+        if self.impl is not None:
+            head = (weight,) if self.is_linear else ()
+            return self.function(x, *head, labels, impl=self.impl, **({"chunk_size": 3} if self.is_linear else {}))
+        logits = oracle.at_least_fp32(x @ weight.t() if self.is_linear else x)
+        is_none = self.function in (OVER_LOGITS["log_probs"], OVER_LOGITS["te, none"], OVER_HEADS["log_probs"])
+        losses = oracle.values(logits, labels, reduction="none" if is_none else "mean")
+        return losses.log_probs if self.function in (vp.token_log_probs, vp.linear_token_log_probs) else losses.loss
+
+
+def result_of(impl_device, wrapper, other, function, is_linear=False):
+    impl, device = impl_device
+    return step(Call(function, impl, is_linear), other, device, wrapper=wrapper, is_linear=is_linear)
+
+
+def check(impl_device, wrapper, other, function, is_linear=False):
+    found = result_of(impl_device, wrapper, other, function, is_linear)
+    theirs = Call(function, is_linear=is_linear)
+    truth = step(theirs, other, dtype=torch.float64, is_linear=is_linear)
+    peer = step(theirs, other, impl_device[1], is_linear=is_linear)
+    for triple in zip(found, truth, peer, strict=True):
+        assert_within_budget(*triple)
 
 
 def by_case(cases):
@@ -75,7 +158,7 @@ def by_case(cases):
 @pytest.mark.interpreted(4)
 @by_case(HOOKED_CASES)
 def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, loss):
-    check(impl_device, program("logits", wrapper, other, *OVER_LOGITS[loss]))
+    check(impl_device, wrapper, other, OVER_LOGITS[loss])
 
 
 @pytest.mark.interpreted(4)
@@ -84,9 +167,8 @@ def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, 
 @pytest.mark.parametrize("loss", IN_PLACE)
 def test_under_hooks_an_explicit_mode_is_refused_by_name(impl_device, wrapper, other, loss):
     """Whoever had saved the logits used the gradient in their place."""
-    case = program("logits", wrapper, other, *IN_PLACE[loss])
-    result = outcome(case, Package(*impl_device, case.dtype))
-    assert result.startswith("ValueError: gradient: 'in_") and "use gradient='auto'" in result
+    with pytest.raises(ValueError, match="^gradient: 'in_.*use gradient='auto'"):
+        result_of(impl_device, wrapper, other, IN_PLACE[loss])
 
 
 @pytest.mark.reference
@@ -108,7 +190,7 @@ def test_a_call_that_ran_before_is_refused_under_hooks_and_changes_nothing(gradi
 @by_case(LINEAR_CASES)
 def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, loss):
     """Hidden states and weight are never overwritten."""
-    check(impl_device, program("linear", wrapper, other, *OVER_HEADS[loss], chunk_size=3))
+    check(impl_device, wrapper, other, OVER_HEADS[loss], is_linear=True)
 
 
 @pytest.mark.interpreted(4)
@@ -116,12 +198,11 @@ def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("loss", SEEN)
 def test_without_hooks_it_is_right_or_refused_by_name(impl_device, wrapper, other, loss):
-    case = program("logits", wrapper, other, *OVER_LOGITS[loss])
     if loss != "in_backward" or other == "read afterwards":
-        check(impl_device, case)
+        check(impl_device, wrapper, other, OVER_LOGITS[loss])
     else:
-        result = outcome(case, Package(*impl_device, case.dtype))
-        assert result.startswith("RuntimeError: ") and "modified by an inplace operation" in result
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result_of(impl_device, wrapper, other, OVER_LOGITS[loss])
 
 
 def overwrites() -> bool:

@@ -1,4 +1,4 @@
-"""Distillation against fp64 and TRL: edges. ``tests/conformance`` has the pairs of options, also on ranks."""
+"""Distillation against fp64 and TRL: edges. Random calls have the pairs of options, also on ranks."""
 
 from functools import partial
 

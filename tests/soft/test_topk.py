@@ -11,6 +11,7 @@ from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
 from tests.support.cases.soft import Pair, topk_loss, topk_losses
 from tests.support.ranks.case import Case, check, run
+from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce import (
     Head,
     TopKTeacher,
@@ -67,6 +68,20 @@ def test_divergences_at_known_tokens(impl_device, case):
     options |= {"beta": 0.2} if case["divergence"] == "js" else {}
     pair, known = made_of(case["kind"], case["dtype"], labels=case["hard"] is not None)
     check_call(impl_device, pair, **known, **options)
+
+
+ON_RANKS = covering(divergence=("forward", "js"), rest=("ignore", "bucket"), reduction=("mean", "none"))
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("options", ON_RANKS, ids=lambda options: "-".join(options.values()))
+@in_ranks((3,), (3,), ())
+def test_three_ranks(rank_pool, impl, options):
+    """Of which the last has padding."""
+    pair, known = made_of()
+    bounds = [(0, 15), (15, 30), (30, 45)]
+    case = Case(pair, impl, {**known, **options}, bounds, "shard", function=topk_loss)
+    check(case, rank_pool.run(run, case), [4 * (3 + K)])
 
 
 @pytest.mark.parametrize("divergence", ("forward", "reverse", "js"))

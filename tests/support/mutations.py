@@ -1,7 +1,7 @@
 """Which tests find small faults of the package: ``faults.txt`` has the faults.
 
     python -m tests.support.mutations --jobs 2
-    python -m tests.support.mutations --only "z-loss 1 % off" -- tests/conformance -n 0
+    python -m tests.support.mutations --only "z-loss 1 % off" -- tests/test_random_calls.py -n 0
     python -m tests.support.mutations --in kernels/ --json found.json -- tests -m cuda -n 0
 
 Each fault is put into a copy of the package and its tests. There pytest runs until the first failure, with the given
@@ -33,14 +33,13 @@ COPIED = ("vocab_parallel_ce", "tests", "scripts", "docs", "README.md", "CONTRIB
 FLOOR = 0.9
 SELF = "tests/project/test_mutations.py"  # finds every fault: its text is not the package's
 INTERPRETED = "-m interpreter"
-NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test_ranks.py tests/test_random_calls.py"
-NUMBERS += " tests/conformance/test_same_bits.py"
+NUMBERS = "tests/test_random_calls.py tests/test_edges.py tests/kernels tests/conformance/test_same_bits.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
-OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
-OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_logits.py"
+OF_PAIRS = "tests/test_random_calls.py tests/soft"
+OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
-OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
-OF_TARGETS = "tests/logits/test_temperature.py tests/soft tests/ranks/test_no_columns.py"
+OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
+OF_TARGETS = "tests/test_edges.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 PROGRAMS = "tests/kernels/test_programs.py tests/logits/test_plans.py"
@@ -54,7 +53,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/algebra": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergence_rows": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
-    "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
+    "kernels/launch": "tests/kernels tests/test_random_calls.py",
     "kernels/largest": "tests/kernels/test_largest.py",
     "kernels/given_ids": f"{INTERPRETED} {OF_GIVEN_IDS}",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
@@ -92,7 +91,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "largest": "tests/core/test_largest.py tests/ranks/test_top_k.py",
     "compile": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
     "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",
-    "api/": "tests/logits/test_metrics.py tests/conformance/test_logits.py",
+    "api/": "tests/test_random_calls.py tests/logits/test_outputs.py",
     "program": PROGRAMS,
     "kinds": "tests/core/test_kinds.py",
     "run": f"{MODES} {PROGRAMS} tests/logits tests/linear tests/core tests/soft tests/ranks",

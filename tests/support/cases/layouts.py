@@ -72,22 +72,3 @@ def logits_layouts(
         filled.copy_(torch.randn(filled.shape, generator=generator) * 4)
         layouts.append(Layout(name, whole, view, shares_elements=name in sharing))
     return layouts
-
-
-def label_layouts(labels: Tensor) -> list[tuple[str, Tensor]]:
-    """(name, view equal to ``labels`` in value) for ``labels`` of any shape with values above -2^31."""
-    shape = labels.shape
-    shifted = labels.new_full((1 + labels.numel(),), 10**6)
-    wide = labels.new_full((*shape[:-1], shape[-1] + 3), 10**6)
-    strided = labels.new_full((*shape, 2), 10**6)
-    views = [
-        ("one element off a boundary", shifted[1:].view(shape)),
-        ("the tail of longer rows", wide[..., 3:]),
-        ("every other element", strided[..., 0]),
-    ]
-    if labels.dim() > 1:
-        backwards = labels.new_full(shape[::-1], 10**6)
-        views.append(("transposed", backwards.permute(*reversed(range(labels.dim())))))
-    for _, view in views:
-        view.copy_(labels)
-    return [("contiguous", labels.clone()), ("int32", labels.to(torch.int32)), *views]

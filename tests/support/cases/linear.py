@@ -37,7 +37,6 @@ LINEAR_KINDS = tuple(kind for kind in KINDS if not kind.startswith("excluded") a
 # Far from 0 the rounding of a matmul is as large as a loss: these are for logits that need none.
 EXACT_KINDS = ("far_negative", "times_1000")
 PADDING = 300.0
-CUBE_WIDTH, CUBE_COLUMNS, CUBE_ROWS = 5, 32, 16
 _MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "linear", "_scaled_mm"}
 
 
@@ -70,7 +69,6 @@ WAYS = {
     "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
     "none": {"reduction": "none"},
 }
-BY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
 
 
@@ -152,25 +150,6 @@ def many_tokens(rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, 
     labels = torch.randint(0, vocab_size, (rows,), generator=generator)
     labels[::2] = (hidden.float() @ weight.float().T).argmax(dim=1)[::2]
     return Projection(hidden, weight, labels)
-
-
-def cube(dtype: torch.dtype, ones: Sequence[int], bias: bool = False) -> Projection:
-    """Tokens of 0 and 1 whose probabilities, and all sums of them, are numbers that bf16 can hold.
-
-    Columns are the corners of a cube, 64 times -1 or 1 in each of 5 dimensions; token n has ``ones[n]``
-    ones, in turn. Its largest logit is that of the 2^(5 - ones) corners with 1 wherever it has one, and
-    each other is at least 128 smaller, whose exponential is 0 in fp32: p is 2^(ones - 5), or 0. With
-    three ones or more a gradient of a sum is a multiple of 1/4 and at most 16 times the grad_output.
-    """
-    generator = torch.Generator().manual_seed(0)
-    weight = 64.0 * torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * CUBE_WIDTH)
-    hidden = torch.zeros(CUBE_ROWS, CUBE_WIDTH)
-    for row in range(CUBE_ROWS):
-        hidden[row, torch.randperm(CUBE_WIDTH, generator=generator)[: ones[row % len(ones)]]] = 1.0
-    labels = torch.randint(0, CUBE_COLUMNS, (CUBE_ROWS,), generator=generator)
-    labels[::4] = (hidden @ weight.T).argmax(dim=1)[::4]
-    added = torch.zeros(CUBE_COLUMNS) if bias else None
-    return Projection(hidden, weight, labels, added).to(dtype)
 
 
 def zero_first_grad_output(rows: int, seed: int = 0) -> Tensor:

@@ -17,7 +17,6 @@ from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_ent
 COLUMNS, ROWS = 21, 4
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENTS = ("in_forward", "in_backward", "out_of_place")
-SMOOTHING = {"none": {}, "smoothed": {"label_smoothing": 0.1}}
 DIVISORS = {
     "mean": {"reduction": "mean"},
     "none": {"reduction": "none"},

@@ -1,1 +1,1 @@
-"""Random calls and random programs of the public functions."""
+"""Random calls of the public functions."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.support.random.call import MATHS, Call, Settings
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.tables import TENSOR
-from tests.support.random.truth import Truth, finite, of_labels, of_teacher, of_topk
+from tests.support.random.truth import Truth, finite, of_labels, of_teacher
 
 Compute = Callable[[Tensor, Tensor], Truth]
 
@@ -78,9 +78,6 @@ def teacher_options(call: Call, labels: Tensor) -> Settings:
     call.take("check_labels", "gradient")
     if draw["divergence"] == "js":
         call.settings["beta"] = call.of_oracle["beta"] = draw.case.get("beta") or draw.rng.choice((0.5, 0.1, 0.8))
-    if draw["divergence"] is None:
-        rest = draw["rest"] if call.vocab_size > draw["k"] else "ignore"
-        call.settings["rest"] = call.of_oracle["rest"] = rest
     return {"labels": labels} if draw["labels"] else {}
 
 
@@ -95,23 +92,3 @@ def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     teacher, places = call.on_ranks(teacher.masked_fill(logits == NEG_INF, NEG_INF))
     compute = divergence_from(call, teacher, settings.get("labels"), call.no_rounding())
     return Beside(compute, lambda rank: {"teacher": places[rank], **settings})
-
-
-def with_tokens(call: Call, labels: Tensor) -> Beside:
-    """A teacher that is known at k tokens."""
-    draw = call.draw
-    k = min(draw["k"], call.vocab_size - (draw["rest"] == "bucket"), call.vocab_size) or 1
-    settings = teacher_options(call, labels)
-    ids = draw.uniform(*labels.shape, call.vocab_size).topk(k, dim=-1).indices
-    log_probs = (draw.normal(*ids.shape) * 2).log_softmax(-1) + draw.rng.choice((0.0, -0.3, -2.0))
-    if draw.has(0.3):
-        log_probs = log_probs.masked_fill(draw.uniform(*ids.shape) < 0.3, NEG_INF)
-    if draw.has(0.1) and not draw["check_labels"] and ids.numel():
-        ids.view(-1, k)[0, 0] = draw.rng.choice((-1, call.vocab_size))
-    log_probs = draw.placed(log_probs.to(draw.rng.choice((torch.float32, torch.bfloat16))), "columns")
-    ids = draw.placed(ids.int() if draw["int32"] else ids, draw.rng.choice(("contiguous", "gaps")))
-
-    def compute(x: Tensor, rounding: Tensor) -> Truth:
-        return of_topk(x, ids, log_probs.double(), settings.get("labels"), call.of_oracle, rounding)
-
-    return Beside(compute, lambda rank: {"teacher_ids": ids, "teacher_log_probs": log_probs, **settings})

@@ -74,7 +74,7 @@ class Call:
         self.seed, self.draw = seed, drawn(seed, device, small)
         draw = self.draw
         draw.case = {**draw.case, **(changes or {})}
-        self.function = draw.function.partition(",")[0].replace("one_pass", "vocab_parallel_cross_entropy")
+        self.function = draw.function.replace("one_pass", "vocab_parallel_cross_entropy")
         self.is_head = "trains" in draw.case
         self.public = self.function  # of random.public
         if draw["is_module"]:
@@ -173,12 +173,7 @@ class Call:
             or "divergence" in draw.case
         )
         is_low = sums or draw["temperature"] not in (None, 1.0) or draw["z_loss"] or "lse" in (draw["outputs"] or ())
-        is_low = (
-            is_low
-            or "predictions" in (draw["outputs"] or ())
-            or {"rest", "other_dtype"} & draw.case.keys()
-            or draw["softcap"]
-        )
+        is_low = is_low or "predictions" in (draw["outputs"] or ()) or "other_dtype" in draw.case or draw["softcap"]
         dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
         lowest = -1e4 if is_low else torch.finfo(dtype).min
         return draw.rng.choice((NEG_INF, lowest)) if not self.is_head else 0.0

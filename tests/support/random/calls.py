@@ -65,8 +65,7 @@ def run_call(seed: int, where: Where, kind: str | None = None, changes: dict[str
 
     ``kind`` of programs, if it is not the seed's; ``changes`` replace values of the configuration.
     """
-    of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
-    replaced = {**(of_ranks if is_head(seed) else {}), **(changes or {})}
+    replaced = {**(changes_of(seed, RANKS) if is_head(seed) else {}), **(changes or {})}
     call = Call(seed, where.device, where.impl, where.small, replaced)
     with programs(kind or kind_of(seed, where.small)):
         check(call)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.support.random.beside import Beside, divergence_from, teacher_options, with_labels, with_tokens
+from tests.support.random.beside import Beside, divergence_from, teacher_options, with_labels
 from tests.support.random.call import UNITS, WIDTH, Call, alike, assert_near, half_digit, size_of
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.public import Given
@@ -82,7 +82,7 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
 def beside_head(call: Call, labels: Tensor, is_exact: bool) -> Beside:
     if call.function != "linear_distillation_loss":
         return with_labels(call, labels)
-    return with_tokens(call, labels) if "rest" in call.draw.case else with_two_heads(call, labels, is_exact)
+    return with_two_heads(call, labels, is_exact)
 
 
 def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:

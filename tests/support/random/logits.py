@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.random.beside import Beside, with_labels, with_teacher, with_tokens
+from tests.support.random.beside import Beside, with_labels, with_teacher
 from tests.support.random.call import UNITS, Call, alike, assert_near, size_of
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.public import Given, backward_of_pair
@@ -16,7 +16,7 @@ from tests.support.random.truth import Numbers
 
 def beside_logits(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     if call.function == "distillation_loss":
-        return with_tokens(call, labels) if "rest" in call.draw.case else with_teacher(call, logits, labels)
+        return with_teacher(call, logits, labels)
     return with_labels(call, labels)
 
 
@@ -105,10 +105,8 @@ class LogitsCase(NamedTuple):
 def ready(call: Call) -> LogitsCase:
     draw, labels = call.draw, call.labels()
     logits = draw.logits(call.leading, call.vocab_size, labels, call.dtype, call.mask())
-    if draw["rest"] == "bucket":  # which counts as at least 2^-110 of the largest token
-        logits = torch.where(logits == NEG_INF, logits, logits.clamp(-20, 20))
     beside = beside_logits(call, logits, labels)
-    if not (call.of_oracle.get("num_items") == 0 or "rest" in draw.case):
+    if call.of_oracle.get("num_items") != 0:
         logits = draw.with_bad_row(logits)
     leaves = [leaf_of(call, call.shard_of(logits, rank)) for rank in range(call.ranks)]
     given = [

@@ -2,7 +2,7 @@
 
 Only this one of the files of random calls knows the parameters and results of the package. A case says in its own words
 what it passes on one rank: tensors by name (``logits``, or ``hidden``, ``weight``, ``bias``; ``labels``, ``targets``,
-``teacher``, ``teacher_ids`` and so on), and settings. If a parameter is renamed, the adapter here changes, and no
+``teacher`` and so on), and settings. If a parameter is renamed, the adapter here changes, and no
 case does.
 """
 
@@ -72,19 +72,8 @@ def _token_log_probs(given: Given) -> Returned:
     return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given))
 
 
-def _top_k_teacher(given: Given) -> vp.TopKTeacher | None:
-    if "teacher_ids" not in given:
-        return None
-    rest = {"rest": given.pop("rest")} if "rest" in given else {}
-    temperature = given.get("temperature", 1.0)
-    return vp.TopKTeacher(given.pop("teacher_ids"), given.pop("teacher_log_probs"), temperature=temperature, **rest)
-
-
 def _distillation_loss(given: Given) -> Returned:
-    teacher = _top_k_teacher(given)
-    if teacher is None:
-        teacher = given.pop("teacher")
-    return _loss(vp.distillation_loss(given.pop("logits"), teacher, **given))
+    return _loss(vp.distillation_loss(*_taken(given, "logits", "teacher"), **given))
 
 
 def _linear_cross_entropy(given: Given) -> Returned:
@@ -118,9 +107,8 @@ def _linear_token_log_probs(given: Given) -> Returned:
 
 
 def _linear_distillation_loss(given: Given) -> Returned:
-    student, teacher = vp.Head(*_taken(given, "hidden", "weight", "bias")), _top_k_teacher(given)
-    if teacher is None:
-        teacher = vp.Head(*(given.pop(f"teacher_{name}", None) for name in vp.Head._fields))
+    student = vp.Head(*_taken(given, "hidden", "weight", "bias"))
+    teacher = vp.Head(*(given.pop(f"teacher_{name}", None) for name in vp.Head._fields))
     return _loss(vp.linear_distillation_loss(student, teacher, **given))
 
 

@@ -82,7 +82,6 @@ OF_TEACHER = {
     **{name: MATHS[name] for name in ("int32", "check_labels", "ignore_index")},
 }
 DIVERGENCE = {"divergence": ("forward", "reverse", "js"), "hard_weight": (0.0, 0.3, 1.0)}
-TOPK = {"rest": ("ignore", "bucket"), "k": (1, 5)}
 OF_OTHER = {"other_dtype": (torch.bfloat16, torch.float32), "other_layout": BESIDE}
 OF_TE = {
     **LOGITS,
@@ -132,9 +131,7 @@ FACTORS: dict[str, Case] = {
     },
     "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS, "in_objective": (False, True)},
     "distillation_loss": {**LOGITS, **OF_TEACHER, **OF_OTHER, **DIVERGENCE, "gradient": MODES},
-    "distillation_loss, k tokens": {**LOGITS, **OF_TEACHER, **TOPK, "gradient": MODES},
     "linear_distillation_loss": {**OF_HEAD, **OF_TEACHER, **DIVERGENCE},
-    "linear_distillation_loss, k tokens": {**OF_HEAD, **OF_TEACHER, **TOPK},
     "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
     "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
 }
@@ -215,15 +212,9 @@ def positions() -> list[int]:
 
 
 def changes_of(seed: int, ranks: tuple[int, ...]) -> Case:
-    """What replaces values of the seed's configuration, for calls on so many ranks in turn."""
-    n, (name, case) = len(configurations()), configurations()[seed % len(configurations())]
-    position = positions()[seed % n] + seed // n
-    n_ranks = 1 if FACTORS[name].get("ranks") == (1,) else ranks[position % len(ranks)]
-    changes: Case = {"ranks": n_ranks}
-    needs_function = case["reduction"] == "none" and case["gradient"] == "in_forward" if "is_module" in case else True
-    if not needs_function:
-        changes["is_module"] = position % 2 == 1
-    may_cut = case.get("reduce_hidden_grad") and not case.get("valid_tokens") and "hard_weight" not in case
-    if n_ranks > 1 and may_cut and "rest" not in case:
-        changes["sequence_parallel"] = True
-    return changes
+    """What a head's configuration has besides, for calls on so many ranks in turn."""
+    turn, index = divmod(seed, len(configurations()))
+    _, case = configurations()[index]
+    n_ranks = ranks[(positions()[index] + turn) % len(ranks)]
+    may_cut = case["reduce_hidden_grad"] and not case.get("valid_tokens") and "hard_weight" not in case
+    return {"ranks": n_ranks, **({"sequence_parallel": True} if n_ranks > 1 and may_cut else {})}
