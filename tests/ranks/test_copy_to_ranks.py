@@ -18,6 +18,7 @@ from vocab_parallel_ce import (
     linear_distillation_loss,
     linear_objective,
     linear_token_log_probs,
+    logits_at,
     token_log_probs,
     verify_calls,
     vocab_parallel_cross_entropy,
@@ -201,6 +202,7 @@ def _under_verification(rank, group):
     calls = {
         "loss": lambda z: vocab_parallel_cross_entropy(z.view(TOKENS, -1), labels, **options),
         "log-probs": lambda z: token_log_probs(z.view(TOKENS, -1), labels, **options),
+        "logits at ids": lambda z: logits_at(z.view(TOKENS, -1), labels.clamp(min=0).unsqueeze(-1), **options),
     }
     with verify_calls():
         errors, _ = messages_of(
