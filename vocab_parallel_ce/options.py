@@ -21,8 +21,8 @@ from vocab_parallel_ce.spec import LossOptions
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
-DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
-OUTPUTS = (*DIFFERENTIABLE, "predictions")
+DIFFERENTIABLE = ("entropy", "lse")  # outputs with a gradient of their own
+OUTPUTS = (*DIFFERENTIABLE, "sum_sq_probs", "mean_logit", "predictions")
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 # Types of settings with their checks: functions of a name and a value.

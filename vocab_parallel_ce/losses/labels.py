@@ -119,9 +119,4 @@ def outputs_gradient(
         grad = grad + p * (mean_shifted - _bounded(shifted)) * grads.entropy.unsqueeze(-1)
     if grads.lse is not None:
         grad = grad + p * grads.lse.unsqueeze(-1)
-    if grads.sum_sq_probs is not None:
-        mean_p = stats.sum_exp_sq.unsqueeze(-1) / all_sum**2
-        grad = grad + 2 * p * (p - mean_p) * grads.sum_sq_probs.unsqueeze(-1)
-    if grads.mean_logit is not None:
-        grad = grad + grads.mean_logit.unsqueeze(-1) / vocab_size
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)

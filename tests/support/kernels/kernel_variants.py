@@ -240,7 +240,7 @@ def gradient(
     """
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
-    others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
+    others = options.differentiable[1:3] if call == "in_backward" else (False,) * 2
     grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
