@@ -7,7 +7,6 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests.docs.markdown import PAGES
 from tests.support.cases.linear import COLUMNS, WIDTH, projection
 from tests.support.cases.logits import EVERY
 from tests.support.host.fresh import fresh_python
-from vocab_parallel_ce import __main__ as cli
 from vocab_parallel_ce import checks, integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main
 from vocab_parallel_ce.options import HeadSettings, Settings
@@ -221,18 +219,6 @@ def test_doctor_says_that_a_device_without_kernels_takes_plain_pytorch(monkeypat
     assert any(
         line.startswith("mps, impl='triton': no: impl: 'triton' needs tensors on a CUDA or ROCm") for line in lines
     )
-
-
-@pytest.mark.parametrize("is_here", [True, False])
-def test_doctor_names_the_peers_that_are_here(monkeypatch, tmp_path, is_here):
-    functional = SimpleNamespace(**{"linear_cross_entropy": None} if is_here else {})
-    monkeypatch.setattr(cli.torch.nn, "functional", functional)
-    (tmp_path / "trl" / ("kernels" if is_here else "trainer")).mkdir(parents=True)
-    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "trl")])
-    monkeypatch.setattr(cli.importlib.util, "find_spec", {"trl": found}.get)
-    linear, trl = cli.peer_lines()
-    assert ("LinearCrossEntropyOptions()" in linear) is is_here and ("2.13 has it" in linear) is not is_here
-    assert ("which is gathered" in trl) is is_here and ("TRL 1.16 has them" in trl) is not is_here
 
 
 @pytest.mark.reference
