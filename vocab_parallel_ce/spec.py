@@ -110,16 +110,6 @@ class LossOptions(NamedTuple):
         names = (*smoothed, *entropy, *predictions, *weighted, *sum_sq_probs)
         return ("row_max", "others_sum", "target_logit", *names)
 
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """Which of :class:`TokenOutputs` have a gradient."""
-        return (True, self.entropy, self.lse, False, False, False)
-
-    @property
-    def outputs(self) -> tuple[bool, ...]:
-        """Which of :class:`TokenOutputs` are asked for."""
-        return (True, self.entropy, self.lse, self.sum_sq_probs, self.mean_logit, self.predictions)
-
 
 PLAIN = LossOptions()
 

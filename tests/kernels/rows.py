@@ -13,6 +13,7 @@ from tests.support.cases.layouts import Layout, logits_layouts
 from tests.support.truth.budget import assert_within_budget, of_small_cap
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.losses.labels import LABELS, Labels, outputs_gradient
+from vocab_parallel_ce.options import OUTPUTS
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 
@@ -60,8 +61,8 @@ def empty_outputs(labels: Tensor, options: LossOptions) -> TokenOutputs:
     """Return a buffer for each output that ``options`` has the statistics for."""
     nan = torch.full((labels.numel(),), NAN, device=labels.device)
     predictions = torch.full_like(labels, -7, dtype=torch.int64) if options.predictions else None
-    others = options._replace(lse=True).outputs[1:-1]
-    return TokenOutputs(nan, *[nan.clone() if is_wanted else None for is_wanted in others], predictions)
+    wanted = [name for name in OUTPUTS[:-1] if name == "lse" or getattr(options, name)]
+    return TokenOutputs(nan, predictions=predictions, **{name: nan.clone() for name in wanted})
 
 
 def outputs_by_kernel(
@@ -132,7 +133,9 @@ def gradient_by_spec(
 def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> dict[str, Tensor | None]:
     """Gradients of the loss, different in every row, and of the other outputs that there are."""
     names, made = GradOutputs._fields, torch.randn(3, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
-    grads = {f"grad_{name}": made[i] if options.differentiable[i] else None for i, name in enumerate(names)}
+    grads = {
+        f"grad_{name}": made[i] if name == "loss" or getattr(options, name) else None for i, name in enumerate(names)
+    }
     return {"grad_output": grads.pop("grad_loss"), **grads}
 
 

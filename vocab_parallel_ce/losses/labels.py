@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
-from vocab_parallel_ce.options import Settings, loss_options
+from vocab_parallel_ce.options import DIFFERENTIABLE, OUTPUTS, Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     NEG_INF,
@@ -21,7 +21,6 @@ from vocab_parallel_ce.spec import (
     GradOutputs,
     LossOptions,
     RowStats,
-    TokenOutputs,
     _bounded,
     _gradient_at_the_edges,
     _times,
@@ -50,8 +49,7 @@ class LabelLoss(Loss):
         return loss_options(settings, vocab_size, class_weight=class_weight)
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
-        requested = zip(TokenOutputs._fields, options.outputs, options.differentiable, strict=True)
-        return {name: has_gradient for name, is_requested, has_gradient in requested if is_requested and name != "loss"}
+        return {name: name in DIFFERENTIABLE for name in OUTPUTS if getattr(options, name)}
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
