@@ -223,7 +223,7 @@ def test_what_is_no_temperature(impl_device, options):
     call = partial(token_log_probs, impl=impl, temperature=bad.repeat(2), outputs=(*DIFFERENTIABLE, "predictions"))
     found = call(leaf * 1, labels.to(device), **options)
     differentiable = found.log_probs, *(getattr(found, name) for name in DIFFERENTIABLE)
-    torch.autograd.backward(differentiable, [torch.ones(12, device=device)] * 5)
+    torch.autograd.backward(differentiable, [torch.ones(12, device=device)] * len(differentiable))
     for values in (*differentiable, leaf.grad):
         values = values.view(12, -1)
         assert not values[:6].any() and values[6:11].isnan().all() and values[11].isfinite().all()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import platform
 import sys
-from pathlib import Path
 
 import torch
 
@@ -67,25 +65,7 @@ def doctor_lines() -> list[str]:
         chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, *default_tokens(hidden_size, 2, 2))
         what = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16: chunks of {chunk} tokens"
         lines.append(f"linear_cross_entropy, {what}, {chunk * n_columns * 2 / 2**30:.2f} GiB of logits")
-    return lines + peer_lines() + framework_lines()
-
-
-def peer_lines() -> list[str]:
-    """Return which other losses of whole heads are installed, for one GPU, and what they do not do."""
-    has_linear = hasattr(torch.nn.functional, "linear_cross_entropy")
-    linear = "in chunks with options=torch.nn.LinearCrossEntropyOptions(), otherwise of all logits"
-    trl = "log-probabilities and divergences of a head, which is gathered if ranks share it"
-    return [
-        f"another head, one GPU: F.linear_cross_entropy: {linear if has_linear else 'not in this torch; 2.13 has it'}",
-        f"another head, one GPU: trl.kernels: {trl if _has_trl_kernels() else 'not installed; TRL 1.16 has them'}",
-    ]
-
-
-def _has_trl_kernels() -> bool:
-    """Ask the files: importing TRL takes seconds."""
-    spec = importlib.util.find_spec("trl")
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    return any((Path(folder) / "kernels").is_dir() for folder in folders)
+    return lines + framework_lines()
 
 
 def _outcome(device: str, requested: str) -> str:

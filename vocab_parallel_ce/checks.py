@@ -19,6 +19,7 @@ LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
 NO_COLUMNS = "if this rank has none of the vocabulary, pass vocab_size= on every rank"
 NOT_ONE_HOT = "pass the global id of each token; of one-hot labels that is argmax(-1), of all ranks' columns"
+CAST_HEAD = "cast one, or call under torch.autocast"
 NOT_WEIGHT = (
     "weight: expected weights of classes as class_weight, got weight; rename it (a head's weight goes to "
     "linear_cross_entropy, or in the head to LinearCrossEntropy)"
@@ -173,24 +174,26 @@ def check_has_values(hidden: Tensor) -> None:
         )
 
 
-def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None) -> None:
+def check_head(
+    weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None, *, of: str = "", remedy: str = CAST_HEAD
+) -> None:
     """Raise unless ``weight [C, D]`` and ``bias [C]`` fit a product with ``hidden [..., D]``.
 
-    ``dtype`` is what theirs must be; None under autocast, which turns any supported one into its own.
+    ``dtype`` is what theirs must be, with the ``remedy``; None under autocast, which turns any supported one into its
+    own. ``of`` is what stands before the names in messages.
     """
-    for name, tensor in {"weight": weight, "bias": bias}.items():
-        if name == "bias" and bias is None:
+    for name, tensor in {f"{of}weight": weight, f"{of}bias": bias}.items():
+        if name.endswith("bias") and bias is None:
             continue
         check_parameter(name, tensor)
         if dtype is not None and tensor.dtype != dtype:
-            remedy = "cast one, or call under torch.autocast"
-            raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
-        expect(name, tensor, on=hidden, subject="hidden")
+            raise TypeError(f"{name}: dtype must be that of {of}hidden, {dtype}, got {tensor.dtype}; {remedy}")
+        expect(name, tensor, on=hidden, subject=f"{of}hidden")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         remedy = "; pass its t()" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
-        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}{remedy}")
+        raise ValueError(f"{of}weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}{remedy}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
+        raise ValueError(f"{of}bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
 
 
 def check_parameter(name: str, tensor: object) -> None:

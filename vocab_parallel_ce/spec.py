@@ -21,11 +21,11 @@ the loss of a row with label ``y``, its derivative by ``z``, and the same of the
     H     = -sum_i p_i log p_i = log(sum_exp) - mean_shifted,  mean_shifted = sum_i p_i (z_i - row_max)
     dH/dz_i = p_i * (mean_shifted - (z_i - row_max))
 
-The other outputs that users differentiate are ``lse``, ``S`` (``sum_sq_probs``) and ``mean_logit``:
+Of the other outputs ``lse`` has a gradient, ``sum_sq_probs`` and ``mean_logit`` have none:
 
     dlse/dz_i = p_i
-    S = sum_i p_i^2 = sum_exp_sq / sum_exp^2,                dS/dz_i = 2 * p_i * (p_i - S)
-    mean_logit = mean_i z_i = row_max + shifted_sum / V,     dmean_logit/dz_i = 1 / V
+    sum_sq_probs = sum_i p_i^2 = sum_exp_sq / sum_exp^2
+    mean_logit = mean_i z_i = row_max + shifted_sum / V
 
 and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``, with a temperature ``(t * z_i / softcap)^2`` and ``/ t``.
 
@@ -110,22 +110,12 @@ class LossOptions(NamedTuple):
         names = (*smoothed, *entropy, *predictions, *weighted, *sum_sq_probs)
         return ("row_max", "others_sum", "target_logit", *names)
 
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """Which of :class:`TokenOutputs` have a gradient."""
-        return (True, self.entropy, self.lse, self.sum_sq_probs, self.mean_logit, False)
-
-    @property
-    def outputs(self) -> tuple[bool, ...]:
-        """Which of :class:`TokenOutputs` are asked for."""
-        return (True, self.entropy, self.lse, self.sum_sq_probs, self.mean_logit, self.predictions)
-
 
 PLAIN = LossOptions()
 
 
 class TokenOutputs(NamedTuple):
-    """Per-token outputs, or buffers to fill; None if not requested."""
+    """Per-token outputs, or buffers to fill; None if not requested. Those with a gradient come first."""
 
     loss: Tensor  # [...] fp32
     entropy: Tensor | None = None  # [...] fp32
@@ -144,8 +134,6 @@ class GradOutputs(NamedTuple):
     loss: Any = None  # a Tensor; in kernels a pointer or a stride
     entropy: Any = None
     lse: Any = None
-    sum_sq_probs: Any = None
-    mean_logit: Any = None
 
 
 def local_stats(

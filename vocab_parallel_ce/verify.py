@@ -27,24 +27,17 @@ ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeErro
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
 
 
-class Report(NamedTuple):
-    """What a rank says of its call."""
+class Call(NamedTuple):
+    """A call of several ranks that is not compared yet."""
 
-    facts: dict[str, Any] = {}  # equal on all ranks; of tensors the values
-    error: Any = None  # an exception, in place of the rest; sent as its name and text
-    shard: VocabShard | None = None  # all together every column of one vocabulary
-    samples: dict[str, str] = {}  # of sharded tensors: not equal on all ranks
-    unsharded: dict[str, str] = {}  # equal on the ranks that have them
-    ids: dict[str, Any] = {}  # tensors, equal on all ranks; sent as checksums
-    states: dict[str, tuple[float, ...]] = {}  # fingerprints, equal except for rounding
+    group: Any
+    device: torch.device | None
+    facts: dict[str, Any]  # which a function adds to this rank's report, or has in place of those of the same names
 
 
 # Every call reads these two. All threads share the first: a checkpoint calls a loss again in a thread of backward.
 is_on = environment.switch(environment.VERIFY)
-# Of this thread: the group and the device of a call of several ranks, until they have this rank's report.
-pending: ContextVar[tuple[Any, torch.device | None] | None] = ContextVar("pending", default=None)
-# What a function adds to that report.
-_others: ContextVar[dict[str, Any] | None] = ContextVar("others", default=None)
+pending: ContextVar[Call | None] = ContextVar("pending", default=None)  # of this thread
 
 
 @contextmanager
@@ -91,15 +84,14 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return function(*args, **kwargs)  # a module calls a function: one call
     group, device = _group_and_device(function, args, kwargs)
     if group_position(group)[1] > 1:
-        pending.set((group, device))
+        pending.set(Call(group, device, {}))
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        compare(Report(error=error))
+        compare({}, error)
         raise
     finally:
         pending.set(None)
-        _others.set(None)
 
 
 def _group_and_device(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
@@ -143,76 +135,64 @@ def compare_call(
         **{f"{each}.shape": tuple(target.shape) for each, target in (ids | states).items()},
         **{f"{each}.requires_grad": _need(tensor) for each, tensor in tensors.items()},
     }
-    # Others may have their own columns alone, or another dtype. Those of a rank without columns are padding.
-    columns = _of_kind(targets, "numbers", "columns") if shard.n_valid else {}
-    whole = {each: target.float() + 0.0 for each, target in columns.items() if len(target) == shard.vocab_size}
-    report = Report(
-        facts,
-        shard=shard,
-        samples=_sampled(sharded, tensors[sharded], options["vocab_size"]),
-        unsharded={each: _shown(target) for each, target in whole.items()},
-        ids=ids,
-        states={each: _fingerprint(tensor, is_valid) for each, tensor in states.items()},
-    )
+    columns = _of_kind(targets, "numbers", "columns") if shard.n_valid else {}  # else they are padding
+    report = {
+        "equal": facts,
+        "shards": {"vocab_size": shard},
+        "different": _sampled(sharded, tensors[sharded], options["vocab_size"]),
+        # Others may have their own columns alone, or another dtype.
+        "equal if known": {name: each.float() + 0.0 for name, each in columns.items() if len(each) == shard.vocab_size},
+        "ids": ids,
+        "close": {each: _fingerprint(tensor, is_valid) for each, tensor in states.items()},
+    }
     compare(report)
 
 
 def also(facts: dict[str, Any]) -> None:
-    """Add facts to the report of the pending call, in place of its own of the same names."""
-    _others.set(facts)
+    """Add facts to the report of the pending call."""
+    call = pending.get()
+    if call is not None:
+        call.facts.update(facts)
 
 
 def compare_logits(name: str, logits: Tensor, shard: VocabShard, vocab_size: Any, **arguments: Any) -> None:
     """Raise the same ValueError on every rank unless logits, shards and arguments of the pending call fit together."""
     facts = {"call": name, "logits.shape[:-1]": tuple(logits.shape[:-1]), "logits.dtype": logits.dtype, **arguments}
-    compare(Report(facts, shard=shard, samples=_sampled("logits", logits, vocab_size)))
+    shards, samples = {"vocab_size": shard}, _sampled("logits", logits, vocab_size)
+    compare({"equal": facts, "shards": shards, "different": samples})
 
 
 def compare_results(name: str, result: Tensor, errors: Sequence[Exception], group: Any) -> None:
     """Raise the same error on every rank if one has ``errors``, or if ``result`` does not have the same bits on all."""
-    pending.set((group, result.device))
-    compare(Report({name: result.detach()}, errors[0] if errors else None))
+    pending.set(Call(group, result.device, {}))
+    compare({"equal": {name: result.detach()}}, errors[0] if errors else None)
 
 
-def compare(report: Report) -> None:
+def compare(report: dict[str, dict[str, Any]], error: Exception | None = None) -> None:
     """Raise the first error of a rank, or the same ValueError on every rank unless the reports of all fit together.
 
-    Does nothing if no call is pending: the others have this rank's report already.
+    A report has what a rank says, by names, for each of ``COMPARISONS``. Of tensors checksums are sent, of an error its
+    name and text. Does nothing if no call is pending: the others have this rank's report already.
     """
     # A compiler breaks the graph of a call that is verified, and cannot look at a context variable.
     call = None if torch.compiler.is_dynamo_compiling() else pending.get()
     if call is None:
         return
-    facts = report.facts | (_others.get() or {})
-    facts = {name: _shown(fact) if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
-    checksums = {name: _shown(ids) for name, ids in report.ids.items()}
-    error = None if report.error is None else (type(report.error).__name__, str(report.error))
-    sent = report._replace(facts=facts, error=error, ids=checksums)
+    report = {**report, "equal": report.get("equal", {}) | call.facts}
+    texts = {kind: {name: _shown(each) for name, each in said.items()} for kind, said in report.items()}
+    sent = None if error is None else (type(error).__name__, str(error))
     pending.set(None)  # not before: what fails above is this rank's error
-    reports = all_gather_objects(sent, *call)
-    _raise_first([each.error for each in reports], report.error)
-    for name, values in _by_name([each.facts for each in reports]):  # the call first
-        _compare(name, values)
-    if report.shard is not None:
-        _compare_shards([each.shard for each in reports])
-    for name, samples in _by_name([each.samples for each in reports]):
-        _check_not_whole(name, samples)
-    for name, values in _by_name([each.unsharded for each in reports]):
-        usual = next(value for value in values if value is not None)
-        _compare(name, [value or usual for value in values])
-    for name, values in _by_name([each.ids for each in reports]):
-        if len(set(values)) > 1:
-            ids = torch.stack(all_gather_objects(report.ids[name].cpu(), *call))
-            position = (ids != ids[0]).any(0).nonzero()[0].tolist()  # the first where ranks differ
-            _compare(f"{name}{position}", ids.movedim(0, -1)[tuple(position)].tolist())
-    for name, fingerprints in _by_name([each.states for each in reports]):
-        _compare_hidden(name, fingerprints)
-
-
-def _by_name(records: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return each name with what the ranks have by it: None for a rank that has not."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return [(name, [record.get(name) for record in records]) for name in names]
+    of_ranks = all_gather_objects((texts, sent), call.group, call.device)
+    _raise_first([each for _, each in of_ranks], error)
+    for kind, check in COMPARISONS.items():
+        said = [each.get(kind, {}) for each, _ in of_ranks]
+        for name in dict.fromkeys(name for each in said for name in each):
+            values = [each.get(name) for each in said]  # None of a rank that has none
+            if kind == "ids" and len(set(values)) > 1:
+                ids = torch.stack(all_gather_objects(report[kind][name].cpu(), call.group, call.device))
+                position = (ids != ids[0]).any(0).nonzero()[0].tolist()  # the first where ranks differ
+                name, values = f"{name}{position}", ids.movedim(0, -1)[tuple(position)].tolist()
+            check(name, values)
 
 
 def _need(tensor: Tensor | None) -> str:
@@ -227,14 +207,16 @@ def _of_kind(targets: Any, kind: str, axis: str = "") -> dict[str, Tensor]:
     }
 
 
-def _shown(values: Tensor) -> str:
-    """Return the same text for equal values, whatever their strides. Needs no NumPy."""
+def _shown(values: Any) -> Any:
+    """Return the same text for tensors of equal values, whatever their strides. Needs no NumPy."""
+    if not isinstance(values, Tensor):
+        return values
     checksum = hashlib.sha256(str(values.tolist()).encode()).hexdigest()
     return f"shape {tuple(values.shape)}, norm {float(values.float().norm()):g}, checksum {checksum[:12]}"
 
 
-def _sampled(name: str, rows: Tensor, vocab_size: Any) -> dict[str, str]:
-    """Return a text about some elements of ``rows [..., C]`` if no ``vocab_size`` says which columns a rank has.
+def _sampled(name: str, rows: Tensor, vocab_size: Any) -> dict[str, Tensor]:
+    """Return some elements of ``rows [..., C]`` if no ``vocab_size`` says which columns a rank has.
 
     Not if those of a row are equal, as in a head of zeros.
     """
@@ -243,7 +225,7 @@ def _sampled(name: str, rows: Tensor, vocab_size: Any) -> dict[str, str]:
     most = (*(4 for _ in rows.shape[:-1]), 256)
     steps = (slice(None, None, -(-size // n)) for size, n in zip(rows.shape, most, strict=True))
     sample = rows.detach()[tuple(steps)].float().nan_to_num(0.0, 0.0, 0.0).cpu()
-    return {} if bool((sample == sample[..., :1]).all()) else {name: _shown(sample)}
+    return {} if bool((sample == sample[..., :1]).all()) else {name: sample}
 
 
 def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
@@ -280,16 +262,22 @@ def _compare(subject: str, values: list[Any], texts: Sequence[str] = (), remedy:
         raise ValueError(f"{subject}: {has}{remedy}")
 
 
-def _compare_shards(shards: Sequence[VocabShard]) -> None:
+def _compare_known(name: str, values: list[Any]) -> None:
+    """Raise ValueError unless the values that there are, of some ranks at least, are equal."""
+    usual = next(value for value in values if value is not None)
+    _compare(name, [value or usual for value in values])
+
+
+def _compare_shards(name: str, shards: Sequence[VocabShard]) -> None:
     """Raise ValueError unless every column of one vocabulary is in exactly one shard."""
     sizes, vocab_size = [shard.vocab_size for shard in shards], shards[0].vocab_size
     texts = [f"{shard.vocab_size} with a shard of {shard.n_columns} columns" for shard in shards]
-    _compare("vocab_size", sizes, texts, "; pass the same vocab_size= on every rank, or a VocabShard")
+    _compare(name, sizes, texts, "; pass the same vocab_size= on every rank, or a VocabShard")
     columns = [(shard.start, shard.start + shard.n_valid) for shard in shards]
     parts = sorted((start, stop) for start, stop in columns if start < stop)
     if [start for start, _ in parts] + [vocab_size] != [0] + [stop for _, stop in parts]:
         expected = f"must have every column of [0, {vocab_size}) on exactly one rank"
-        raise ValueError(f"vocab_size: shards {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
+        raise ValueError(f"{name}: shards {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
 
 
 def _check_not_whole(name: str, samples: Sequence[str | None]) -> None:
@@ -309,3 +297,13 @@ def _compare_hidden(name: str, fingerprints: Sequence[tuple[float, ...]]) -> Non
     usual = int(is_close.sum(1).argmax())  # the first that most are close to
     values = [usual if close else rank for rank, close in enumerate(is_close[usual].tolist())]
     _compare(name, values, [f"values of norm {norm:g}" for norm, *_ in fingerprints])
+
+
+COMPARISONS: dict[str, Callable[[str, list[Any]], None]] = {  # in this order, by what all ranks' values must be
+    "equal": _compare,
+    "shards": _compare_shards,
+    "different": _check_not_whole,
+    "equal if known": _compare_known,
+    "ids": _compare,
+    "close": _compare_hidden,
+}

@@ -47,7 +47,7 @@ class Row(NamedTuple):
     def outputs(self) -> tuple[str, ...]:
         """The names of what log-probabilities return that has a gradient."""
         asked = self.options.get("outputs", ())
-        return ("log_probs", *(name for name in asked if name in ("entropy", "lse", "sum_sq_probs", "mean_logit")))
+        return ("log_probs", *(name for name in asked if name in ("entropy", "lse")))
 
     @property
     def reduction(self) -> str:

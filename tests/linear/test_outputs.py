@@ -43,7 +43,7 @@ def test_outputs_that_are_read_cost_no_product(impl_device, outputs):
 @pytest.mark.parametrize("outputs", [("entropy", "lse"), OUTPUTS], ids="-".join)
 def test_outputs_that_are_differentiated_are_right(impl_device, outputs, uses_loss):
     """Backward recomputes, with three products more; with kept logits there are three in all."""
-    grads = [torch.tensor(0.75), *grads_of_every_output(ROWS)[1 : 5 if outputs == OUTPUTS else 3]]
+    grads = [torch.tensor(0.75), *grads_of_every_output(ROWS)[1:]]
     grads[0] = grads[0] if uses_loss else None
     given = {"function": linear.linear_loss_and_outputs, "outputs": outputs, "label_smoothing": 0.1}
     for dtype, kind, options, n_products in (
@@ -191,7 +191,7 @@ def test_ranks(rank_pool, impl, part, uses_outputs):
     """Nothing is sent in backward if outputs are read; otherwise what a backward that recomputes sends."""
     world, rows = rank_pool.world_size, 2 * rank_pool.world_size
     inputs = linear.many_tokens(rows, OF_RANK * world, torch.bfloat16)
-    grads = (torch.tensor(0.75), *grads_of_every_output(rows)[1:3]) if uses_outputs else (torch.tensor(0.75),)
+    grads = (torch.tensor(0.75), *grads_of_every_output(rows)[1:]) if uses_outputs else (torch.tensor(0.75),)
     options = {"outputs": ("entropy", "lse"), "chunk_size": world, **part}
     function = linear.linear_loss_and_outputs
     case = on_ranks.Case(inputs, impl, options, grad_outputs=grads, function=function, main_grad=not uses_outputs)

@@ -64,8 +64,8 @@ def test_the_operators_are_what_they_declare(name):
     outputs = {"loss": None, **LOSSES[loss].outputs(LOSSES[loss].options(settings, None, class_weight=False))}
     n, found = len(outputs), [t.detach() for t in ops.loss_of_logits([logits], targets, divisor, *constants)]
     outputs |= {name: torch.rand(each.shape) for name, each in zip(outputs, found, strict=False)}
-    outputs.pop("predictions", None)
-    grads, stats = list(GradOutputs(**outputs)), found[n : -1 if settings.reduction == "mean" else None]
+    grads = [outputs.get(name) for name in GradOutputs._fields]
+    stats = found[n : -1 if settings.reduction == "mean" else None]
     of_mean = found[-1] if settings.reduction == "mean" else divisor
     opcheck(ops.loss_of_logits_gradient, (stats, grads, [logits.detach()], targets, of_mean, *constants))
     if of_head is None:

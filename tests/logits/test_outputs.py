@@ -77,11 +77,15 @@ def test_names_are_checked_before_ranks_are_compared():
         assert token_log_probs(logits, labels, outputs=("lse",), temperature=0.7).lse.shape == (2,)
 
 
-def test_an_infinite_gradient_beside_mean_logit(impl_device):
+def test_outputs_without_a_gradient_are_constants(impl_device):
     impl, device = impl_device
     leaf = torch.tensor([[1.0, 3.0, 2.0]], device=device, requires_grad=True)
-    found = token_log_probs(leaf * 1, torch.tensor([1], device=device), outputs=("mean_logit",), impl=impl)
-    (found.log_probs * torch.inf + found.mean_logit).sum().backward()
+    found = token_log_probs(leaf * 1, torch.tensor([1], device=device), outputs=OUTPUTS, impl=impl)
+    names = ("sum_sq_probs", "mean_logit", "predictions")
+    assert not any(getattr(found, name).requires_grad for name in names)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        found.mean_logit.sum().backward()
+    (found.log_probs * torch.inf + found.mean_logit + found.sum_sq_probs).sum().backward()
     assert leaf.grad.tolist() == [[-torch.inf, torch.inf, -torch.inf]]
 
 

@@ -190,6 +190,7 @@ def _under_verification(rank, group):
     calls = {
         "loss": lambda z: vp.vocab_parallel_cross_entropy(z.view(TOKENS, -1), labels, **options),
         "log-probs": lambda z: vp.token_log_probs(z.view(TOKENS, -1), labels, **options),
+        "logits at ids": lambda z: vp.logits_at(z.view(TOKENS, -1), labels.clamp(min=0).unsqueeze(-1), **options),
     }
     with vp.verify_calls():
         errors, _ = messages_of(

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import device_of, in_several_ranks
-from vocab_parallel_ce import VocabShard, linear_token_log_probs, logits_at
+from vocab_parallel_ce import VocabShard, linear_token_log_probs, logits_at, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 COLUMNS, TOKENS = 21, 6
@@ -70,6 +70,33 @@ def test_one_rank(dtype):
         assert not leaf.grad[expected_grad == 0].any()
     x = logits.view(2, 3, -1).transpose(0, 1)
     assert torch.equal(logits_at(x, ids.view(2, 3, -1).transpose(0, 1)).transpose(0, 1).flatten(0, 1), values.to(found))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("loss_is_first", (True, False))
+def test_a_loss_overwrites_the_same_logits(loss_is_first):
+    """The logits at ids are not saved: backward of the loss may write over them before theirs runs."""
+    logits, ids, grad = inputs()
+    exact = logits.double().requires_grad_()
+    torch.nn.functional.cross_entropy(exact, ids[:, 0]).backward()
+    leaf = logits.clone().requires_grad_()
+    x = leaf * 1
+    calls = [
+        lambda: vocab_parallel_cross_entropy(x, ids[:, 0], gradient="in_backward"),
+        lambda: (logits_at(x, ids).masked_fill(ids == -1, 0.0) * grad).sum(),
+    ]
+    first, second = [call() for call in (calls if loss_is_first else reversed(calls))]
+    (first + second).backward()
+    right = exact.grad + expected(logits, ids, grad)[1]
+    torch.testing.assert_close(leaf.grad.double(), right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.reference
+def test_second_derivatives():
+    """The values are linear in the logits: a second derivative is that by grad_output."""
+    logits, ids, _ = inputs(torch.float64)
+    columns = logits.requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: logits_at(x, ids.clamp(min=0)) ** 2, columns)
 
 
 @pytest.mark.reference

@@ -46,7 +46,7 @@ class Outputs:
 
     Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
     is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
-    ids -1. In tokens whose label is outside the vocabulary the first six are NaN. The first six have a gradient.
+    ids -1. In tokens whose label is outside the vocabulary the first six are NaN. The first four have a gradient.
 
     Example:
         >>> from vocab_parallel_ce import vocab_parallel_cross_entropy

@@ -170,7 +170,7 @@ def token_log_probs(
         p = softmax(z),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
 
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
-    temperature. All fp32 outputs are differentiable; one pass computes their gradients.
+    temperature. ``log_prob``, ``entropy`` and ``lse`` are differentiable; one pass computes their gradients.
 
     Labels of as many dimensions as the logits are ``k`` given ids per token, whose log-probabilities are returned. An
     id may be given twice. Their gradient is one pass too.

@@ -15,7 +15,7 @@ from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF
-from vocab_parallel_ce.summed import summed
+from vocab_parallel_ce.summed import check_summed, summed
 from vocab_parallel_ce.targets import Role, Tokens, check, register
 
 NO_ID = -1  # where a token has fewer
@@ -65,12 +65,31 @@ def logits_at(logits: Tensor, ids: Tensor, *, group: Any = None, vocab_size: int
     if checks.looks_at(ids, "auto"):
         checks.check_label_range(ids, shard.vocab_size, NO_ID, name="ids", names_ignored=False)
     if verify.pending.get() is not None:
+        check_summed(logits)
         verify.compare_call({"logits": logits}, At(ids), shard, {"vocab_size": vocab_size})
-    column = ids.long() - shard.start
-    is_own = (column >= 0) & (column < shard.n_valid)
-    columns = logits if logits.shape[-1] else F.pad(logits, (0, 1))
-    own = columns.gather(-1, column.clamp(0, columns.shape[-1] - 1)).to(compute_dtype(logits.dtype))
-    found = torch.where(is_own, own, 0.0)  # of each id at most one rank has another number
-    found = found if n_ranks == 1 else summed(found, group)
+    columns = ids.long() - shard.start
+    is_owned = (columns >= 0) & (columns < shard.n_valid)
+    values: Tensor = _LogitsAt.apply(logits if logits.shape[-1] else F.pad(logits, (0, 1)), columns, is_owned)
+    values = values if n_ranks == 1 else summed(values, group)  # of each id at most one rank's is not 0
     outside = (ids < 0) | (ids >= shard.vocab_size)
-    return found.masked_fill(outside, NAN).masked_fill(ids == NO_ID, NEG_INF)
+    return values.masked_fill(outside, NAN).masked_fill(ids == NO_ID, NEG_INF)
+
+
+class _LogitsAt(torch.autograd.Function):
+    """Gather ``[..., k]`` columns, 0 where they are not owned. It does not save the logits: a loss may overwrite them.
+
+    Columns that are not owned are spread over the row, because all in one column would wait for each other's atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Tensor, is_owned: Tensor) -> Tensor:
+        columns = columns % logits.shape[-1]
+        ctx.save_for_backward(columns, is_owned)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return logits.gather(-1, columns).to(compute_dtype(logits.dtype)).masked_fill_(~is_owned, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        columns, is_owned = ctx.saved_tensors
+        values = grad.masked_fill(~is_owned, 0.0).to(ctx.dtype)
+        return values.new_zeros(ctx.shape).scatter_add(-1, columns, values), None, None

@@ -88,7 +88,7 @@ def next_labels(
     else:
         bounds, is_right = _checked_bounds(cu_seqlens, labels, n_ranks, n_runs)
     arguments = {"ignore_index": ignore_index, "layout": layout, "cu_seqlens": cu_seqlens}
-    verify.compare(verify.Report({"call": "next_labels", "labels.shape": tuple(labels.shape), **arguments}))
+    verify.compare({"equal": {"call": "next_labels", "labels.shape": tuple(labels.shape), **arguments}})
 
     runs = (bounds[1:] - bounds[:-1]).unsqueeze(1).expand(-1, n_runs) // n_runs  # lengths [n, n_runs]
     starts = bounds[:-1].unsqueeze(1) + runs * torch.arange(n_runs, device=labels.device)

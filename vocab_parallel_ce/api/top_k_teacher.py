@@ -68,14 +68,6 @@ class TopK(NamedTuple):
 register(TopK)
 
 
-class Checked(NamedTuple):
-    """What a checked call takes of its tokens."""
-
-    ids: Tensor  # [..., k], and the label if there is one; IGNORED where left out
-    log_probs: Tensor  # [..., k] the teacher's, in the dtype of the arithmetic; -inf where left out
-    divisor: Tensor | None  # [1] of the summed loss
-
-
 def loss_of_logits(
     student: Tensor, teacher: TopKTeacher, labels: Tensor | None, settings: Settings, group: Any, num_items: Any
 ) -> Tensor:
@@ -84,10 +76,10 @@ def loss_of_logits(
     checks.check_tensor("student_logits", student)
     n_columns = student.shape[-1] * group_position(group)[1]
     tokens = Tokens(student, "student_logits", student.shape[:-1])
-    call = checked(teacher, labels, tokens, n_columns, settings, num_items)
+    ids, log_q, divisor = checked(teacher, labels, tokens, n_columns, settings, num_items)
     with checks.naming(labels="teacher.ids"):
-        values = run_logits(GIVEN_IDS, student, Ids(call.ids), _of_values(call, settings), group=group).loss
-    return _reduced(row_losses(values, call.log_probs, teacher.rest, settings), call, settings)
+        values = run_logits(GIVEN_IDS, student, Ids(ids), _of_values(ids, settings), group=group).loss
+    return _reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
 
 
 def loss_of_head(
@@ -103,38 +95,38 @@ def loss_of_head(
     check_head_settings(settings, head)
     checks.check_hidden(student.hidden)
     hidden, tokens = student.hidden, Tokens(student.hidden, "student.hidden", student.hidden.shape[:-1])
-    call = checked(teacher, labels, tokens, rows_of_all(student.weight, group), settings, num_items)
+    n_columns = rows_of_all(student.weight, group)
+    ids, log_q, divisor = checked(teacher, labels, tokens, n_columns, settings, num_items)
     dtypes = rounded_dtypes(autocast_dtype(hidden) or hidden.dtype, [t for t in student if isinstance(t, Tensor)])
     gradient = "in_backward" if checks.is_traced() else gradient_of(settings, head, dtypes)
-    of_values = _of_values(call, settings)._replace(gradient=gradient)
-    arguments = Arguments(student, Ids(call.ids), group, None)
+    of_values = _of_values(ids, settings)._replace(gradient=gradient)
+    arguments = Arguments(student, Ids(ids), group, None)
     with checks.naming(labels="teacher.ids", objective="gradient"):
         if gradient == "in_backward":
             values = run_head(GIVEN_IDS, arguments, of_values, head).loss
-            return _reduced(row_losses(values, call.log_probs, teacher.rest, settings), call, settings)
+            return _reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
 
         def divergence(log_probs: Tensor, **of_teacher: Tensor) -> Tensor:
             return row_losses(log_probs, of_teacher["teacher.log_probs"], teacher.rest, settings)
 
-        objective = Objective(divergence, {"teacher.log_probs": call.log_probs}, "sum", call.divisor, False)
+        objective = Objective(divergence, {"teacher.log_probs": log_q}, "sum", divisor, False)
         arguments = arguments._replace(objective=objective)
         return run_objective(GIVEN_IDS, arguments, of_values, head._replace(keep_logits="none"))[0]
 
 
-def _of_values(call: Checked, settings: Settings) -> Settings:
+def _of_values(ids: Tensor, settings: Settings) -> Settings:
     """Return the settings of the log-probabilities; verification compares those of the divergence with them."""
-    return settings._replace(ignore_index=IGNORED, reduction="none", check_labels=False, n_ids=call.ids.shape[-1])
+    return settings._replace(ignore_index=IGNORED, reduction="none", check_labels=False, n_ids=ids.shape[-1])
 
 
-def _reduced(losses: Tensor, call: Checked, settings: Settings) -> Tensor:
-    """Return the losses ``[...]``, or their sum ``[]`` over the divisor, 0 for a divisor of 0."""
-    if settings.reduction == "none":
+def _reduced(losses: Tensor, divisor: Tensor | None, reduction: str) -> Tensor:
+    """Return the losses ``[...]``, or their sum ``[]`` over ``divisor [1]``, 0 for a divisor of 0."""
+    if reduction == "none":
         return losses
-    total = losses.sum()
-    if call.divisor is None:
-        return total
-    divisor = call.divisor.to(total.dtype).reshape(())
-    return total / divisor.masked_fill(divisor == 0, INF)
+    if divisor is None:
+        return losses.sum()
+    divisor = divisor.to(losses.dtype).reshape(())
+    return losses.sum() / divisor.masked_fill(divisor == 0, INF)
 
 
 def row_losses(values: Tensor, log_q: Tensor, rest: str, settings: Settings) -> Tensor:
@@ -194,30 +186,24 @@ def _terms(log_s: Tensor, log_q: Tensor, settings: Settings) -> Tensor:
 
 def checked(
     teacher: TopKTeacher, labels: Tensor | None, tokens: Tokens, n_columns: int, settings: Settings, num_items: Any
-) -> Checked:
-    """Check the arguments of a call, and return what it takes of its tokens.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check the arguments of a call, and return ids, the teacher's log-probabilities and the sum's divisor ``[1]``.
 
-    Where ``check_labels`` says so, it looks at the values. ``n_columns`` are those of all ranks, if ``vocab_size`` does
-    not say it.
+    The ids are ``[..., k]``, with labels one more, and ``IGNORED`` where one is left out. The log-probabilities are
+    ``[..., k]`` in the dtype of the arithmetic, and -inf there. Where ``check_labels`` says so, it looks at the values.
+    ``n_columns`` are those of all ranks, if ``vocab_size`` does not say it.
     """
     student, targets = tokens.tensor, TopK(teacher.ids, teacher.log_probs, labels)
     checks.check_no_transforms(student, *targets, num_items)
     _check_settings(teacher, settings)
     check(targets, tokens)
-    if not checks.is_traced():
-        check_not_overwritten(targets.log_probs, "teacher.log_probs")
     check_hard_weight(settings, labels)
     if targets.ids.shape != targets.log_probs.shape:
         expected = f"that of teacher.log_probs, {tuple(targets.log_probs.shape)}"
         raise ValueError(f"teacher.ids: shape must be {expected}, got {tuple(targets.ids.shape)}")
-    checks.check_flag_or_auto("check_labels", settings.check_labels)
-    looks = not checks.is_traced() and checks.looks_at(targets.ids, settings.check_labels)
-    if checks.is_traced() and settings.check_labels is True:
-        raise ValueError(
-            "check_labels: expected False in compiled code with a TopKTeacher, because the check waits for the "
-            "device, got True; check the teacher in an eager call"
-        )
     ignored = None if labels is None else is_ignored(labels, settings.ignore_index)
+    if not checks.is_traced():
+        check_not_overwritten(targets.log_probs, "teacher.log_probs")
     divisor = _divisor_of(num_items, ignored, tokens, settings)
     if verify.is_on:
         facts = {"teacher.log_probs": targets.log_probs, "teacher.rest": teacher.rest}
@@ -226,11 +212,11 @@ def checked(
         assert divisor is not None
         is_none = divisor.reshape(()) == 0
         ignored = is_none if ignored is None else ignored | is_none
-    log_q = targets.log_probs.detach().to(compute_dtype(student.dtype))
+    ids, log_q = targets.ids.long(), targets.log_probs.detach().to(compute_dtype(student.dtype))
     if ignored is not None:
         log_q = log_q.masked_fill(ignored.unsqueeze(-1), NEG_INF)
-    ids, left_out = targets.ids.long(), log_q == NEG_INF
-    if looks:
+    left_out = log_q == NEG_INF
+    if not checks.is_traced() and checks.looks_at(targets.ids, settings.check_labels):
         vocab_size = vocab_size_of(settings, n_columns)
         check_values(ids.masked_fill(left_out, IGNORED), log_q, vocab_size)
         if labels is not None:
@@ -239,7 +225,7 @@ def checked(
         assert ignored is not None
         ids = torch.cat([ids, labels.long().unsqueeze(-1)], dim=-1)
         left_out = torch.cat([left_out, ignored.unsqueeze(-1)], dim=-1)
-    return Checked(ids.clamp(min=-1).masked_fill(left_out, IGNORED), log_q, divisor)
+    return ids.clamp(min=-1).masked_fill(left_out, IGNORED), log_q, divisor
 
 
 def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:
@@ -257,6 +243,12 @@ def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:
             f"of the teacher's logits / {of_loss:g}, and TopKTeacher(..., temperature={of_loss:g})"
         )
     divergence_options(settings)
+    checks.check_flag_or_auto("check_labels", settings.check_labels)
+    if checks.is_traced() and settings.check_labels is True:
+        raise ValueError(
+            "check_labels: expected False in compiled code with a TopKTeacher, because the check waits for the "
+            "device, got True; check the teacher in an eager call"
+        )
     if settings.hard_weight and of_loss != 1:
         raise ValueError(
             f"hard_weight: expected temperature=1 with a TopKTeacher, got {of_loss}; add "
@@ -266,12 +258,12 @@ def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:
 
 def _divisor_of(num_items: Any, ignored: Tensor | None, tokens: Tokens, settings: Settings) -> Tensor | None:
     """Return ``[1]`` what divides the sum of the losses: ``num_items``, or for a mean the tokens that count."""
-    if num_items is not None:
-        if not checks.is_traced():
-            return checked_divisor(num_items, settings.reduction, tokens.tensor)
+    if num_items is not None and checks.is_traced():
         from vocab_parallel_ce.compile import divisor_of
 
         return divisor_of(num_items, settings.reduction, tokens.tensor)
+    if num_items is not None:
+        return checked_divisor(num_items, settings.reduction, tokens.tensor)
     if settings.reduction != "mean":
         return None
     if ignored is None:

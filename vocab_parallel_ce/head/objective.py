@@ -18,7 +18,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
-from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.options import DIFFERENTIABLE, Settings
 from vocab_parallel_ce.plan import checked_divisor, saved_as_it_is
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Tokens
@@ -105,7 +105,7 @@ class RowObjective(NamedTuple):
             self.losses[rows] = values
         except Exception as error:
             self._defer(error)
-            grads = {name: torch.zeros_like(each) for name, each in _named(outputs).items() if each.is_floating_point()}
+            grads = {name: torch.zeros_like(each) for name, each in _differentiable(_named(outputs)).items()}
         return GradOutputs(loss=grads.pop("log_probs"), **grads)
 
     def _defer(self, error: Exception) -> None:
@@ -127,7 +127,7 @@ class RowObjective(NamedTuple):
     def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
         named = _named(outputs)
-        leaves = {name: output.requires_grad_() for name, output in named.items() if output.is_floating_point()}
+        leaves = {name: output.requires_grad_() for name, output in _differentiable(named).items()}
         with torch.enable_grad(), saved_as_it_is():
             values = self._values(rows, named)
             if not values.requires_grad:
@@ -314,6 +314,11 @@ def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
     """Return the outputs that there are, by the names of their arguments."""
     names = ("log_probs", *TokenOutputs._fields[1:])
     return {name: output.detach() for name, output in zip(names, outputs, strict=True) if output is not None}
+
+
+def _differentiable(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of named outputs that have a gradient."""
+    return {name: output for name, output in named.items() if name in ("log_probs", *DIFFERENTIABLE)}
 
 
 def _ones_of(outputs: TokenOutputs) -> Tensor:

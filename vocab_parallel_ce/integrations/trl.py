@@ -103,8 +103,7 @@ class _Core:
             **scales,
             keep_logits=kept_logits(),
         )
-        # As TRL's own, these two have no gradient.
-        sums, mean = (None if t is None else t.detach() for t in (record.sum_sq_probs, record.mean_logit))
+        sums, mean = record.sum_sq_probs, record.mean_logit  # as TRL's own, without a gradient
         is_top1 = None
         if record.predictions is not None:
             is_top1 = (record.predictions == targets) & (record.predictions >= 0)

@@ -72,7 +72,7 @@ def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_si
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
     """Return the sums of squared probabilities ``[...]`` of ``logits [..., V]``, in their dtype.
 
-    The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
+    They have no gradient. The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
 
     Example:
         >>> from vocab_parallel_ce.integrations import verl
@@ -85,7 +85,7 @@ def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
 def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
     """Return the sums of squared probabilities ``[...]`` of this rank's shard ``[..., C]``, in its dtype.
 
-    The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
+    They have no gradient. The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
 
     Collectives: one all_gather of 16 bytes per token over the tensor-parallel group; verl's has three all_reduces.
     """

@@ -20,11 +20,9 @@ class RowFactors(NamedTuple):
 
     shift: tl.tensor  # row_max
     exp_factor: tl.tensor  # of the loss and of lse
-    exp_sq_factor: tl.tensor  # of sum_sq_probs
     entropy_factor: tl.tensor  # of exp * (mean_shifted - shifted)
     mean_shifted: tl.tensor
     uniform_term: tl.tensor  # of smoothing; subtracted
-    mean_term: tl.tensor  # of mean_logit; added
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
@@ -223,32 +221,22 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
             target_grad += target_exp * inverse_sum * z_factor
     exp_factor = inverse_sum * p_factor * weight
     target_grad *= weight
-    exp_sq_factor, entropy_factor, mean_shifted, mean_term, others = 0.0, 0.0, 0.0, 0.0, 0.0
+    entropy_factor, mean_shifted = 0.0, 0.0
     if grads.entropy is not None:
         mean_shifted = stats.exp_shifted_sum / all_sum
         entropy_factor = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
         shifted = ops.bounded(stats.target_logit - stats.row_max)
         target_grad += target_exp * (mean_shifted - shifted) * entropy_factor
     if grads.lse is not None:
-        others = tl.load(grads.lse + row * strides.lse) * inverse_sum
-    if grads.sum_sq_probs is not None:
-        grad_sq = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
-        exp_sq_factor = grad_sq * inverse_sum * inverse_sum
-        others -= grad_sq * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
-    if grads.mean_logit is not None:
-        mean_term = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
-        target_grad += mean_term
-    if grads.lse is not None or grads.sum_sq_probs is not None:
-        target_grad += target_exp * (target_exp * exp_sq_factor + others)
-        exp_factor += others
+        lse_factor = tl.load(grads.lse + row * strides.lse) * inverse_sum
+        target_grad += target_exp * lse_factor
+        exp_factor += lse_factor
     return RowFactors(
         tl.where(live, stats.row_max, 0.0),
         tl.where(live, exp_factor, 0.0),
-        tl.where(live, exp_sq_factor, 0.0),
         tl.where(live, entropy_factor, 0.0),
         tl.where(live, mean_shifted, 0.0),
         tl.where(live, uniform_term, 0.0),
-        tl.where(live, mean_term, 0.0),
         tl.where(live, target_grad, 0.0),
     )
 
@@ -263,14 +251,10 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options, tempera
     z, slope = ops.transform(x, loss_options, temperature, threshold)
     exp = ops.exp_shifted(z, factors.shift)
     grad = exp * factors.exp_factor
-    if grads.sum_sq_probs is not None:
-        grad = exp * (exp * factors.exp_sq_factor + factors.exp_factor)
     if grads.entropy is not None:
         grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_factor
     if loss_options.smoothing is not None:
         grad -= tl.where(z == float("-inf"), 0.0, uniform)
-    if grads.mean_logit is not None:
-        grad -= tl.where(z == float("-inf"), 0.0, 0.0 - factors.mean_term)
     grad = tl.where(is_target, factors.target_grad, grad)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or temperature is not None:

@@ -125,8 +125,6 @@ def gradient_kernel(
     grad_loss,  # [N] fp32, or None: 1
     grad_entropy,  # [N] fp32, or None: 0
     grad_lse,  # [N] fp32, or None: 0
-    grad_sum_sq_probs,  # [N] fp32, or None: 0
-    grad_mean_logit,  # [N] fp32, or None: 0
     grad_logits,  # [N, C] logits' dtype, out; may be logits; or of 16 bits and of fp32 logits
     layout,  # RowLayout of logits and of grad_logits
     other_layout,
@@ -157,7 +155,7 @@ def gradient_kernel(
     least = ops.row_least(threshold, row, live)
     merged = merged_ranks(stats, row, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, row, None, n_rows, RANKS)
-    grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
+    grads = GradOutputs(grad_loss, grad_entropy, grad_lse)
     factors, live, target = LOSS.factors(
         merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options
     )

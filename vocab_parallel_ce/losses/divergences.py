@@ -109,7 +109,9 @@ class DivergenceLoss(Loss):
     def check(self, targets: Teacher | TeacherHead, tokens: Tokens, settings: Settings) -> None:
         check_hard_weight(settings, targets.labels)
         if isinstance(targets, TeacherHead):
-            _check_head(targets)
+            hidden, weight, bias, *_ = targets
+            remedy = "convert it, because autocast leaves the teacher as it is"
+            checks.check_head(weight, bias, hidden, hidden.dtype, of="teacher.", remedy=remedy)
 
     def in_order(self, targets: TeacherHead, order: Any, settings: Settings) -> TeacherHead:
         ordered: TeacherHead = super().in_order(targets, order, settings)
@@ -283,19 +285,6 @@ def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
     if settings.hard_weight and labels is None:
         divergence_options(settings)  # a wrong number is named first
         raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
-
-
-def _check_head(teacher: TeacherHead) -> None:
-    """Check that the tensors of a teacher's head fit each other."""
-    hidden, weight, bias, *_ = teacher
-    for name, tensor in {"teacher.weight": weight, "teacher.bias": bias}.items():
-        if tensor is not None and tensor.dtype != hidden.dtype:
-            expected = f"that of teacher.hidden, {hidden.dtype} (autocast leaves the teacher as it is)"
-            raise TypeError(f"{name}: dtype must be {expected}, got {tensor.dtype}; convert it")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"teacher.weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"teacher.bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
 
 
 def _both(x: Tensor, targets: Teacher) -> tuple[Tensor, Tensor]:

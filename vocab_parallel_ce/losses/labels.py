@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
-from vocab_parallel_ce.options import Settings, loss_options
+from vocab_parallel_ce.options import DIFFERENTIABLE, OUTPUTS, Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     NEG_INF,
@@ -21,7 +21,6 @@ from vocab_parallel_ce.spec import (
     GradOutputs,
     LossOptions,
     RowStats,
-    TokenOutputs,
     _bounded,
     _gradient_at_the_edges,
     _times,
@@ -50,8 +49,7 @@ class LabelLoss(Loss):
         return loss_options(settings, vocab_size, class_weight=class_weight)
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
-        requested = zip(TokenOutputs._fields, options.outputs, options.differentiable, strict=True)
-        return {name: has_gradient for name, is_requested, has_gradient in requested if is_requested and name != "loss"}
+        return {name: name in DIFFERENTIABLE for name in OUTPUTS if getattr(options, name)}
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
@@ -119,9 +117,4 @@ def outputs_gradient(
         grad = grad + p * (mean_shifted - _bounded(shifted)) * grads.entropy.unsqueeze(-1)
     if grads.lse is not None:
         grad = grad + p * grads.lse.unsqueeze(-1)
-    if grads.sum_sq_probs is not None:
-        mean_p = stats.sum_exp_sq.unsqueeze(-1) / all_sum**2
-        grad = grad + 2 * p * (p - mean_p) * grads.sum_sq_probs.unsqueeze(-1)
-    if grads.mean_logit is not None:
-        grad = grad + grads.mean_logit.unsqueeze(-1) / vocab_size
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)

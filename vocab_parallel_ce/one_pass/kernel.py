@@ -171,7 +171,7 @@ def one_pass_kernel(
     label_lanes = label_lanes_of(LANES, VECTOR)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, label_lanes, loss_options, COUNTED)
     outputs = TokenOutputs(loss, None, lse, None, None, None)
-    grads = GradOutputs(None, None, None, None, None)
+    grads = GradOutputs(None, None, None)
     while row < n_rows:
         cursor = Cursor(stage, row, step, label_columns)
         column = label_columns[0]

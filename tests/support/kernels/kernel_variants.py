@@ -28,6 +28,7 @@ from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
 from vocab_parallel_ce.one_pass import WIDTHS, config_of
 from vocab_parallel_ce.one_pass.kernel import _launch
+from vocab_parallel_ce.options import OUTPUTS
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions
 
@@ -173,7 +174,7 @@ def has_one_pass(target: GPUTarget) -> bool:
 
 
 def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
-    *others, predictions = options.outputs
+    *others, predictions = True, *(getattr(options, name) for name in OUTPUTS)
     return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
 
 
@@ -240,7 +241,7 @@ def gradient(
     """
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
-    others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
+    others = (options.entropy, options.lse) if call == "in_backward" else (False, False)
     grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None

@@ -49,8 +49,8 @@ def of_divergence(
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     walk_block = choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize)
     for is_cut, grad in ((False, fp32), (True, fp32), (False, None)):  # without one in forward
-        dtypes = (*of_rows, fp32, second, None, grad, None, None, None, None, logits)
-        strides = (None if grad is None else 1, None, None, None, None)
+        dtypes = (*of_rows, fp32, second, None, grad, None, None, logits)
+        strides = (None if grad is None else 1, None, None)
         launch = launch_of("outputs", "_gradient", loss, rows, walk_block, is_cut, strides, *gathered)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}{'in_forward' * (grad is None)}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, None, fp32, None, None, None, None, None, None)

@@ -202,7 +202,7 @@ def ready(call: Call) -> HeadCase:
         upstream = {"loss": draw.upstream(call.leading, torch.float32)}
         call.settings["expected_grad_output"] = upstream["loss"] * 0.5
     if draw["in_objective"]:
-        names = ("log_probs", *(name for name in draw["outputs"] if name != "predictions"))
+        names = ("log_probs", *(name for name in draw["outputs"] if name in ("entropy", "lse")))
         upstream = {name: draw.upstream(call.leading, torch.float32) for name in names}
         call.settings["upstream"] = upstream
     beside = beside_head(call, labels, is_exact)

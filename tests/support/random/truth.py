@@ -161,10 +161,6 @@ class _Labels:
             total += g["entropy"] * s.error * (finite(s.log_p).abs() + of_row)
         if "lse" in g:
             total += g["lse"] * s.error
-        if "sum_sq_probs" in g:
-            total += g["sum_sq_probs"] * 4 * s.error * (s.p + self.sum_sq.unsqueeze(-1))
-        if "mean_logit" in g:
-            total += g["mean_logit"] / self.z.shape[-1]
         return total * (self.options.get("logit_scale", 1.0) / self.t).unsqueeze(-1)
 
 

@@ -91,11 +91,6 @@ def of_small_cap(dtype: torch.dtype, softcap: float | None = None, temperature: 
     return softcap / temperature if dtype.itemsize == 2 and softcap is not None and softcap <= 64 else 0.0
 
 
-def of_sum_sq_probs(grad_output: Tensor | None) -> float:
-    """The magnitude of ``2 * p * p * grad_output``, from which ``2 * p * S * grad_output`` is subtracted."""
-    return 0.0 if grad_output is None else 2 * float(grad_output.nan_to_num(0.0, 0.0, 0.0).abs().max())
-
-
 def _at(tensor: Tensor, flat_index: int) -> str:
     position = torch.unravel_index(torch.tensor(flat_index), tensor.shape) if tensor.dim() else ()
     return f"at {tuple(int(i) for i in position)}"

@@ -17,7 +17,7 @@ NEG_INF = float("-inf")
 
 
 class Values(NamedTuple):
-    """Everything that a call can return; those before the predictions are differentiable."""
+    """Everything that a call can return; those before sum_sq_probs are differentiable there."""
 
     loss: Tensor  # of the labels' shape, or () if reduced
     log_probs: Tensor  # the rest: of the labels' shape
