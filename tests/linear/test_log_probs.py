@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support.cases import linear
+from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import ROWS, Results, assert_right, projection, record_matmuls
-from tests.support.cases.logits import flat_outputs
+from tests.support.cases.logits import flat_outputs, grads_of_every_output
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 run = partial(linear.run, function=linear_token_log_probs)
@@ -56,3 +57,13 @@ def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
         assert_right(Results(outputs, *gradients, None), inputs, *grad_outputs, function=linear_token_log_probs)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(output.sum(), hidden, create_graph=True)
+
+
+def test_few_valid_tokens_have_their_own_temperatures(impl_device):
+    """Ignored tokens, which are left out, come first."""
+    inputs, t = projection("peaked"), torch.linspace(0.4, 1.9, ROWS)
+    inputs.labels[[0, 2]] = IGNORE_INDEX
+    grads = grads_of_every_output(ROWS)
+    options = {"function": linear.linear_every_output, "valid_tokens": 3, "chunk_size": 2}
+    results = linear.run(impl_device, inputs, *grads, temperature=t.to(impl_device[1]), **options)
+    assert_right(results, inputs, *grads, temperature=t, **options)
