@@ -75,7 +75,14 @@ class DistributedLogprobWithSampling:
 
 
 class ChunkedDistributedLogprobWithSampling:
-    """Has ``apply``, as an autograd Function has."""
+    """Has ``apply``, as an autograd Function has.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> logits, target = torch.tensor([[3.0, 3.0, 0.0, 0.0]]), torch.tensor([1])
+        >>> nemo_rl.ChunkedDistributedLogprobWithSampling.apply(logits, target, None, 2, 1.0, 1024)
+        tensor([-0.6931])
+    """
 
     @staticmethod
     def apply(
