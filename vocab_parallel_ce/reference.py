@@ -51,7 +51,8 @@ class _Reference:
             local = in_tree(functools.partial(self.loss.merge, options=self.options), tiles)
         else:
             local = self.loss.tile(x, targets, self.shard, self.options)
-        stats[0][rank] = torch.stack([getattr(local, name) for name in self.names], dim=-1)
+        # Those of given ids have k more.
+        stats[0][rank, :, : len(self.names)] = torch.stack([getattr(local, name) for name in self.names], dim=-1)
         if len(stats) > 1 and stats[0].shape[0] == 1:
             self.second(logits, targets, stats, rank)
 

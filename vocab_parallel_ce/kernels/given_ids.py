@@ -25,16 +25,11 @@ from vocab_parallel_ce.kernels.given_ids_rows import (
     log_probs_at,
     merged_ids,
 )
-from vocab_parallel_ce.kernels.label_rows import label_loss
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
-from vocab_parallel_ce.kernels.outputs import element_mul, gradient
-from vocab_parallel_ce.kernels.rows import statistics
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.given_ids import Ids, IdsOptions
-from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.program import make
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
@@ -162,57 +157,40 @@ def sizes_of(options: IdsOptions, shard: VocabShard) -> IdsSizes:
     return IdsSizes(options.n_ids, shard.n_valid, shard.vocab_size, options.ignore_index)
 
 
-class GivenIds:
-    """The launchers of a loss; ``Launchers`` in ``losses.base`` says what each fills."""
+# The parts of ``losses.given_ids.GivenIds``, which has the same in PyTorch.
 
-    def __init__(self, options: IdsOptions, shard: VocabShard) -> None:
-        self.options, self.shard = options, shard
-        softmax = label_loss(shard, options.softmax)
-        self.softmax_statistics, self.softmax_gradient = statistics(softmax), gradient(softmax)
-        self.element_mul = element_mul
 
-    def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
-        n_rows, (ids, temperature) = stats[0].shape[1], targets
-        label = make(ids, n_rows, dtype=torch.int64)
-        base, rows = row_arguments(logits)
-        launch = _statistics(rows, self.options, self.shard)
-        tensors = (base, ids, temperature, stats[0], label)
-        launch(n_rows, tensors, (n_rows, self.shard.start, rank * n_rows))
-        self.softmax_statistics(logits, Labels(label, temperature=temperature), stats, rank)
+def best_ids(
+    logits: Tensor, targets: Ids, stats: Tensor, rank: int, options: IdsOptions, shard: VocabShard
+) -> tuple[Tensor, tuple[Tensor], int]:
+    """Store z, and return what cross-entropy's statistics take: a label ``[N]``, and where the statistics are."""
+    n_rows, (ids, temperature) = stats.shape[1], targets
+    label = make(ids, n_rows, dtype=torch.int64)
+    base, rows = row_arguments(logits)
+    launch = _statistics(rows, options, shard)
+    launch(n_rows, (base, ids, temperature, stats, label), (n_rows, shard.start, rank * n_rows))
+    return label, (stats,), rank
 
-    def outputs(
-        self,
-        stats: tuple[Tensor],
-        targets: Ids,
-        divisor: Tensor | None,
-        outputs: TokenOutputs,
-        total: Tensor | None = None,
-    ) -> None:
-        n_ranks, n_rows, _ = stats[0].shape
-        launch = _outputs(self.options, self.shard, n_ranks)
-        launch(n_rows, (stats[0], targets.ids, outputs.loss), (n_rows, self.shard.start))
 
-    def gradient(
-        self,
-        logits: Tensor,
-        targets: Ids,
-        stats: tuple[Tensor],
-        divisor: Tensor | None,
-        grads: GradOutputs,
-        grad_logits: Tensor,
-    ) -> None:
-        (n_ranks, n_rows, _), n_ids, (ids, temperature) = stats[0].shape, self.options.n_ids, targets
-        assert grads.loss is not None
-        new = partial(make, stats[0], dtype=torch.float32)
-        columns, values = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, n_ids)
-        merged, weight, label = new(1, n_rows, 3), new(n_rows), new(n_rows, dtype=torch.int64)
-        base, rows = row_arguments(logits)
-        launch = _gradient(rows, self.options, self.shard, n_ranks)
-        tensors = (base, ids, temperature, stats[0], grads.loss.contiguous())
-        launch(n_rows, (*tensors, columns, values, merged, weight, label), (n_rows, self.shard.start))
-        softmax_targets = Labels(label, temperature=temperature)
-        self.softmax_gradient(logits, softmax_targets, (merged,), None, GradOutputs(weight), grad_logits)
-        write_columns(columns, values, grad_logits)
+def log_probs(stats: Tensor, targets: Ids, values: Tensor, options: IdsOptions, shard: VocabShard) -> None:
+    """Fill ``values [..., k]`` from the statistics of all ranks."""
+    n_ranks, n_rows, _ = stats.shape
+    _outputs(options, shard, n_ranks)(n_rows, (stats, targets.ids, values), (n_rows, shard.start))
+
+
+def column_gradients(
+    logits: Tensor, targets: Ids, stats: Tensor, grads: Tensor, options: IdsOptions, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return columns, their gradients, and the statistics, weight and label that cross-entropy's gradient takes."""
+    (n_ranks, n_rows, _), n_ids, (ids, temperature) = stats.shape, options.n_ids, targets
+    new = partial(make, stats, dtype=torch.float32)
+    columns, values = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, n_ids)
+    merged, weight, label = new(1, n_rows, 3), new(n_rows), new(n_rows, dtype=torch.int64)
+    base, rows = row_arguments(logits)
+    launch = _gradient(rows, options, shard, n_ranks)
+    tensors = (base, ids, temperature, stats, grads.contiguous())
+    launch(n_rows, (*tensors, columns, values, merged, weight, label), (n_rows, shard.start))
+    return columns, values, merged, weight, label
 
 
 def write_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:

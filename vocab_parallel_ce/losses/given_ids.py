@@ -12,14 +12,14 @@ close to 1.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import reference, spec
-from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce import spec
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
@@ -67,20 +67,19 @@ class Known(NamedTuple):
 
 
 class GivenIds:
-    """Launchers in plain PyTorch, over those of cross-entropy; :class:`Launchers` says what each fills."""
+    """Launchers around those of cross-entropy; :class:`Launchers` says what each fills.
 
-    def __init__(self, options: IdsOptions, shard: VocabShard) -> None:
+    ``parts`` is a module with four functions: this one, or that of kernels.
+    """
+
+    def __init__(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> None:
         self.options, self.shard = options, shard
-        self.softmax = LABELS.launchers(options.softmax, shard, None)
-        self.element_mul = reference.element_mul
+        self.softmax = LABELS.launchers(options.softmax, shard, kernels)
+        self.parts = sys.modules[__name__] if kernels is None else kernels.given_ids
 
     def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
-        columns, temperature = self.columns(targets), targets.temperature
-        dead = is_dead(columns)
-        z, _ = z_at(logits, columns, at_rows(self.options.softmax, temperature))
-        best, place = z.max(dim=-1, keepdim=True)
-        row_max, without_best = sums_without(self.softmax, logits, place, columns, dead, self.shard, temperature)
-        torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), best, z], dim=-1, out=stats[0][rank])
+        label, *of_rank = self.parts.best_ids(logits, targets, stats[0], rank, self.options, self.shard)
+        self.softmax.statistics(logits, Labels(label, temperature=targets.temperature), *of_rank)
 
     def outputs(
         self,
@@ -90,7 +89,7 @@ class GivenIds:
         outputs: TokenOutputs,
         total: Tensor | None = None,
     ) -> None:
-        outputs.loss.copy_(self.values(stats[0], self.columns(targets)).view(outputs.loss.shape))
+        self.parts.log_probs(stats[0], targets, outputs.loss, self.options, self.shard)
 
     def gradient(
         self,
@@ -101,49 +100,12 @@ class GivenIds:
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        columns, temperature = self.columns(targets), targets.temperature
-        known, options, dead = self.merged(stats[0]), self.options, is_dead(columns)
         assert grads.loss is not None
-        grad_values = grads.loss.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
-        z, slope = z_at(logits, columns, at_rows(options.softmax, temperature))
-        is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-        other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
-        total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
-        shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
-        s = shifted.exp() / sum_exp.unsqueeze(-1)
-        values = sum_of_equals(columns, grad_values) - s * total.unsqueeze(-1)
-        # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
-        best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
-        values = torch.where(s > 0.5, best_value, values)
-        values = values * slope
-        values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
-        merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
-        write_columns(self.softmax, logits, columns, dead, self.shard, merged, -total, values, grad_logits, temperature)
-
-    def columns(self, targets: Ids) -> Tensor:
-        """Return ``[N, k]`` columns of this rank, or what stands for one that is not among them."""
-        ids, shard = targets.ids.long(), self.shard
-        columns = ids - shard.start
-        columns = columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
-        columns = columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
-        return columns.masked_fill_(spec.is_ignored(targets.ids, self.options.ignore_index), IGNORED)
-
-    def values(self, stats: Tensor, columns: Tensor) -> Tensor:
-        """Return ``[N, k]`` log-probabilities of all ranks."""
-        known = self.merged(stats)
-        values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
-        return values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
-
-    def merged(self, stats: Tensor) -> Known:
-        """Merge ``stats [R, N, 3 + k]``, in the order of the ranks on every rank."""
-        rank_max, without_best, rank_best, rank_z = stats[..., 0], stats[..., 1], stats[..., 2], stats[..., 3:]
-        row_max = rank_max.amax(dim=0)
-        shift, z = _finite_or_zero(row_max), rank_z.amax(dim=0)
-        decay, best_terms = (rank_max - shift).exp(), (rank_best - shift).exp()
-        # One rank's best is the best of all: its term is not among the others'.
-        is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, rank_best.argmax(0, keepdim=True), True)
-        others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
-        return Known(row_max, z, z.amax(dim=-1), others)
+        of_columns = self.parts.column_gradients(logits, targets, stats[0], grads.loss, self.options, self.shard)
+        columns, values, merged, weight, label = of_columns
+        labels = Labels(label, temperature=targets.temperature)
+        self.softmax.gradient(logits, labels, (merged,), None, GradOutputs(weight), grad_logits)
+        self.parts.write_columns(columns, values, grad_logits)
 
 
 class GivenIdsLoss(Loss):
@@ -159,9 +121,8 @@ class GivenIdsLoss(Loss):
         return (options.n_ids,)
 
     def launchers(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        launch = GivenIds(options, shard) if kernels is None else kernels.given_ids.GivenIds(options, shard)
-        widths = tuple(map(len, self.exchanges(options)))
-        return Launchers(launch.statistics, launch.outputs, launch.gradient, launch.element_mul, widths=widths)
+        launch, widths = GivenIds(options, shard, kernels), tuple(map(len, self.exchanges(options)))
+        return Launchers(launch.statistics, launch.outputs, launch.gradient, launch.softmax.element_mul, widths=widths)
 
     def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
         return (("row_max", "without_best", "best", *(f"z_{k}" for k in range(options.n_ids))),)
@@ -173,7 +134,80 @@ class GivenIdsLoss(Loss):
 GIVEN_IDS = GivenIdsLoss()
 
 
-# Parts of the launchers; ``columns`` are ``[N, k]``, negative if not owned.
+# The parts of the launchers. ``columns`` are ``[N, k]``, negative if not owned.
+
+
+def best_ids(
+    logits: Tensor, targets: Ids, stats: Tensor, rank: int, options: IdsOptions, shard: VocabShard
+) -> tuple[Tensor, tuple[Tensor], int]:
+    """Store z into ``stats [R, N, 3 + k]``; return what cross-entropy's statistics take.
+
+    These are a label ``[N]``, this rank's id with the largest z, IGNORED if all are, and where the statistics are.
+    """
+    columns = columns_of(targets, options, shard)
+    z, _ = z_at(logits, columns, at_rows(options.softmax, targets.temperature))
+    stats[rank, :, 3:] = z
+    label = columns.gather(-1, z.max(dim=-1, keepdim=True).indices).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
+    # As those of one rank: no sum is cut into units.
+    return label.masked_fill_(is_dead(columns), IGNORED), (stats[rank : rank + 1],), 0
+
+
+def log_probs(stats: Tensor, targets: Ids, values: Tensor, options: IdsOptions, shard: VocabShard) -> None:
+    """Fill ``values [..., k]`` from the statistics of all ranks."""
+    columns, known = columns_of(targets, options, shard), merged_ids(stats)
+    z = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
+    z = z.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
+    values.copy_(z.view(values.shape))
+
+
+def column_gradients(
+    logits: Tensor, targets: Ids, stats: Tensor, grads: Tensor, options: IdsOptions, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``[N, k]`` columns and their gradients, equal ones of equal columns, and what cross-entropy's takes.
+
+    These are the statistics ``[1, N, 3]`` of the whole vocabulary, what multiplies the softmax ``[N]``, and a label
+    ``[N]`` whose column is written again; if none of the columns is owned, it is another rank's.
+    """
+    columns, known = columns_of(targets, options, shard), merged_ids(stats)
+    dead = is_dead(columns)
+    grad_values = grads.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
+    z, slope = z_at(logits, columns, at_rows(options.softmax, targets.temperature))
+    is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
+    other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
+    total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
+    shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
+    s = shifted.exp() / sum_exp.unsqueeze(-1)
+    values = sum_of_equals(columns, grad_values) - s * total.unsqueeze(-1)
+    # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
+    best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
+    values = torch.where(s > 0.5, best_value, values)
+    values = values * slope
+    values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
+    merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
+    last = columns.amax(dim=-1)
+    label = torch.where(last < 0, (shard.start + shard.n_valid) % shard.vocab_size, last + shard.start)
+    return columns, values, merged, -total, label.masked_fill_(dead, IGNORED)
+
+
+def write_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
+    """Write ``values [N, k]`` into ``columns [N, k]`` of ``grad_logits [..., C]``."""
+    # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
+    # none, column 0 stays.
+    values, owned = values.to(grad_logits.dtype), columns >= 0
+    last, place = columns.max(dim=-1, keepdim=True)
+    last_value = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
+    values, columns = torch.where(owned, values, last_value), torch.where(owned, columns, last.clamp(min=0))
+    shape = *grad_logits.shape[:-1], columns.shape[-1]
+    grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
+
+
+def columns_of(targets: Ids, options: IdsOptions, shard: VocabShard) -> Tensor:
+    """Return ``[N, k]`` columns of this rank, or what stands for one that is not among them."""
+    ids = targets.ids.long()
+    columns = ids - shard.start
+    columns = columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
+    columns = columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
+    return columns.masked_fill_(spec.is_ignored(targets.ids, options.ignore_index), IGNORED)
 
 
 def is_dead(columns: Tensor) -> Tensor:
@@ -188,52 +222,16 @@ def z_at(logits: Tensor, columns: Tensor, options: LossOptions) -> tuple[Tensor,
     return z.masked_fill(columns < 0, NEG_INF), slope
 
 
-def sums_without(
-    softmax: Launchers,
-    logits: Tensor,
-    place: Tensor,
-    columns: Tensor,
-    dead: Tensor,
-    shard: VocabShard,
-    temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return ``[N]`` the largest z of the shard, and the sum of exp(z - it) without the column at ``place [N, 1]``."""
-    label = columns.gather(-1, place).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
-    stats = logits.new_empty(1, columns.shape[0], 3, dtype=compute_dtype(logits.dtype))
-    softmax.statistics(logits, Labels(label.masked_fill_(dead, IGNORED), temperature=temperature), (stats,), 0)
-    row_max, without, _ = stats[0].unbind(-1)
-    return row_max, without
-
-
-def write_columns(
-    softmax: Launchers,
-    logits: Tensor,
-    columns: Tensor,
-    dead: Tensor,
-    shard: VocabShard,
-    stats: Tensor,
-    weight: Tensor,
-    values: Tensor,
-    grad_logits: Tensor,
-    temperature: Tensor | None = None,
-) -> None:
-    """Fill ``grad_logits``: ``values [N, k]`` at ``columns``, and ``weight [N]`` times the softmax elsewhere.
-
-    ``stats [1, N, 3]`` are cross-entropy's, of the whole vocabulary. Equal columns must have equal values.
-    """
-    # The label's column is written again below. If none of the columns is owned, it is another rank's.
-    last, place = columns.max(dim=-1, keepdim=True)
-    label = last + shard.start
-    label = label.masked_fill_(last < 0, (shard.start + shard.n_valid) % shard.vocab_size).squeeze(-1)
-    targets = Labels(label.masked_fill_(dead, IGNORED), temperature=temperature)
-    softmax.gradient(logits, targets, (stats,), None, GradOutputs(weight), grad_logits)
-    # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
-    # none, column 0 stays.
-    values, owned = values.to(grad_logits.dtype), columns >= 0
-    last_value = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
-    values, columns = torch.where(owned, values, last_value), torch.where(owned, columns, last.clamp(min=0))
-    shape = *grad_logits.shape[:-1], columns.shape[-1]
-    grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
+def merged_ids(stats: Tensor) -> Known:
+    """Merge ``stats [R, N, 3 + k]``, in the order of the ranks on every rank."""
+    rank_max, without_best, rank_best, rank_z = stats[..., 0], stats[..., 1], stats[..., 2], stats[..., 3:]
+    row_max = rank_max.amax(dim=0)
+    shift, z = _finite_or_zero(row_max), rank_z.amax(dim=0)
+    decay, best_terms = (rank_max - shift).exp(), (rank_best - shift).exp()
+    # One rank's best is the best of all: its term is not among the others'.
+    is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, rank_best.argmax(0, keepdim=True), True)
+    others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
+    return Known(row_max, z, z.amax(dim=-1), others)
 
 
 def sum_of_equals(columns: Tensor, values: Tensor) -> Tensor:
