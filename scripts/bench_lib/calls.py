@@ -6,6 +6,7 @@ gradient, which are ``(logits,)`` or ``(hidden, weight)``.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import shutil
 import sys
@@ -57,6 +58,14 @@ class Row(NamedTuple):
         return str(self.options.get("reduction", default))
 
 
+def of_head(package: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a head's call: its fields of HeadOptions in one, except for a commit that has no such record."""
+    record: Any = getattr(package, "HeadOptions", None)
+    names = () if record is None else {field.name for field in dataclasses.fields(record)} & {*options}
+    others = {name: value for name, value in options.items() if name not in names}
+    return others | {"options": record(**{name: options[name] for name in names})} if names else others
+
+
 class Names:
     """The calls of a package, by the names in ``TAKES``."""
 
@@ -64,17 +73,19 @@ class Names:
         self.package = package
 
     def cross_entropy(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
-        of = self.package.linear_cross_entropy if len(tensors) == 2 else self.package.vocab_parallel_cross_entropy
-        return of(*tensors, labels, **options)
+        if len(tensors) == 2:
+            return self.package.linear_cross_entropy(*tensors, labels, **of_head(self.package, options))
+        return self.package.vocab_parallel_cross_entropy(*tensors, labels, **options)
 
     def log_probs(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
-        of = self.package.linear_token_log_probs if len(tensors) == 2 else self.package.token_log_probs
-        return of(*tensors, labels, **options)
+        if len(tensors) == 2:
+            return self.package.linear_token_log_probs(*tensors, labels, **of_head(self.package, options))
+        return self.package.token_log_probs(*tensors, labels, **options)
 
     def distillation(self, tensors: Tensors, teacher: Any, **options: Any) -> Any:
         if len(tensors) == 2:
             heads = self.package.Head(*tensors), self.package.Head(*teacher)
-            return self.package.linear_distillation_loss(*heads, **options)
+            return self.package.linear_distillation_loss(*heads, **of_head(self.package, options))
         return self.package.distillation_loss(*tensors, teacher, **options)
 
     def objective(self, tensors: Tensors, labels: Tensor, advantage: Tensor, old: Tensor, **options: Any) -> Tensor:

@@ -11,18 +11,14 @@ from torch.nn.functional import linear, one_hot
 from tests.project.recipe.api_brier import brier_score, linear_brier_score
 from tests.support.host.fresh import ROOT, fresh_python
 from tests.support.ranks.in_turn import in_turn
+from vocab_parallel_ce import HeadOptions
 
 PACKAGE = "vocab_parallel_ce"
 
 # A factor of the loss: (file of the package or page, line to find, lines to put after it).
 OPTION = [
     ("options.py", "    logit_scale: Positive = 1.0\n", "    loss_weight: Positive = 1.0\n"),
-    ("api/logits.py", "    z_loss: float = 0.0,\n", "    loss_weight: float = 1.0,\n"),
-    ("api/logits.py", "        z_loss=z_loss,\n", "        loss_weight=loss_weight,\n"),
-    ("api/heads.py", "    z_loss: float = 0.0,\n", "    loss_weight: float = 1.0,\n"),
-    ("api/heads.py", "        z_loss=z_loss,\n", "        loss_weight=loss_weight,\n"),
-    ("api/modules.py", "        *,\n        group: Any = None,\n", "        loss_weight: float = 1.0,\n"),
-    ("api/modules.py", "        bias: bool = False,\n", "        loss_weight: float = 1.0,\n"),
+    ("options.py", "    z_loss: float\n", "    loss_weight: float\n"),
     ("spec.py", "    predictions: bool = False\n", "    loss_weight: float = 1.0\n"),
     (
         "spec.py",
@@ -55,7 +51,9 @@ hidden, weight, labels = torch.randn(2, 8), torch.randn(7, 8), torch.randint(0, 
 ways = [
     lambda h, w, **keywords: package.vocab_parallel_cross_entropy(h @ w.t(), labels, **keywords),
     lambda h, w, **keywords: package.VocabParallelCrossEntropy(**keywords)(h @ w.t(), labels),
-    lambda h, w, **keywords: package.linear_cross_entropy(h, w, labels, **keywords),
+    lambda h, w, impl, **keywords: package.linear_cross_entropy(
+        h, w, labels, options=package.HeadOptions(impl=impl), **keywords
+    ),
 ]
 
 def results(way, **keywords):
@@ -75,7 +73,8 @@ def refused(message, call):
     else:
         raise AssertionError(f"not refused: {message}")
 
-refused("loss_weight: must be positive", lambda: results(ways[0], loss_weight=-1))
+for way in ways:
+    refused("loss_weight: must be positive", lambda: results(way, impl="auto", loss_weight=-1))
 """
 
 
@@ -83,8 +82,8 @@ refused("loss_weight: must be positive", lambda: results(ways[0], loss_weight=-1
 def test_the_recipe_names_the_files_that_an_option_touches():
     """Edits of the recipe are in the order of its list, and it names no other file of the package."""
     files = list(dict.fromkeys(name for name, _, _ in OPTION))
-    assert len(OPTION) <= 13
-    assert len(files) <= 7
+    assert len(OPTION) <= 8
+    assert len(files) <= 4
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     recipe = page.partition("## Adding an option")[2].partition("\n## ")[0]
     names = r"options|spec|api/logits|api/heads|api/modules|kernels/\w+|plan|run|checks|modules"
@@ -133,7 +132,8 @@ def score(*tensors, **keywords):
     keywords |= {"softcap": 4.0, "logit_scale": 0.7}
     if len(tensors) == 1:
         return brier_score(tensors[0] * 1, LABELS, **keywords)
-    return linear_brier_score(*tensors[:2], LABELS, bias=tensors[2], chunk_size=4, **keywords)
+    options = HeadOptions(chunk_size=4, gradient=keywords.pop("gradient", "auto"))
+    return linear_brier_score(*tensors[:2], LABELS, bias=tensors[2], options=options, **keywords)
 
 
 def results(function, tensors, **keywords):

@@ -21,6 +21,7 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations import Report, log_installed, warn_if_newer
 from vocab_parallel_ce.integrations.log_probs import kept_logits
+from vocab_parallel_ce.options import HeadOptions
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -159,7 +160,7 @@ class _Core:
             group=group,
             outputs=("lse", *requested),
             **scales,
-            keep_logits=kept_logits(),
+            options=HeadOptions(keep_logits=kept_logits()),
         )
         # As TRL's own, these two have no gradient.
         sums, mean = (None if t is None else t.detach() for t in (record.sum_sq_probs, record.mean_logit))

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tests.project.recipe.brier import BRIER, Answers
-from vocab_parallel_ce.api.call import overwrites, public, run_head, run_logits
+from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits
 from vocab_parallel_ce.head.arguments import Arguments
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HeadOptions, ObjectiveSettings, head_settings, settings_of
 from vocab_parallel_ce.targets import Head
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@public(overwrites)
+
+class BrierSettings(ObjectiveSettings, total=False):
+    """The settings that both functions take."""
+
+    reduction: str
+
+
+@public(overwrites, BrierSettings)
 def brier_score(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    group: Any = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    gradient: str = "auto",
-    vocab_size: int | None = None,
+    logits: Tensor, labels: Tensor, *, group: Any = None, gradient: str = "auto", **keywords: Unpack[BrierSettings]
 ) -> Tensor:
     """Squared error of the probabilities of sharded logits ``[..., C]``."""
-    settings = Settings(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        gradient=gradient,
-        vocab_size=vocab_size,
-    )
+    settings = settings_of(gradient=gradient, **keywords)
     return run_logits(BRIER, logits, Answers(labels), settings, group=group).loss
 
 
-@public()
+@public(needs_eager, BrierSettings)
 def linear_brier_score(
     hidden: Tensor,
     weight: Tensor,
@@ -46,24 +39,9 @@ def linear_brier_score(
     *,
     bias: Tensor | None = None,
     group: Any = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    gradient: str = "auto",
-    vocab_size: int | None = None,
-    sequence_parallel: bool = False,
-    chunk_size: int | str = "auto",
+    options: HeadOptions | None = None,
+    **keywords: Unpack[BrierSettings],
 ) -> Tensor:
     """:func:`brier_score` of ``hidden @ weight.T + bias``, which is made in chunks of tokens."""
-    settings = Settings(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        gradient=gradient,
-        vocab_size=vocab_size,
-    )
-    head = HeadSettings(sequence_parallel=sequence_parallel, chunk_size=chunk_size)
     given = Arguments(Head(hidden, weight, bias), Answers(labels), group, None)
-    return run_head(BRIER, given, settings, head).loss
+    return run_head(BRIER, given, head_settings(options, **keywords)).loss
