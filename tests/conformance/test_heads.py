@@ -6,10 +6,10 @@ import torch
 from tests.conformance.widths import PLACE, WEIGHTING, class_weight, columns_of, each
 from tests.soft import test_linear_distillation as of_teacher
 from tests.support.cases import linear
+from tests.support.cases.flat import linear_cross_entropy, linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
 from tests.support.cases.logits import METRICS, OUTPUTS, SMOOTHING, grads_of_every_output
 from tests.support.cases.pairs import covering
-from vocab_parallel_ce import linear_cross_entropy, linear_distillation_loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 from vocab_parallel_ce.options import DIFFERENTIABLE
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import COLUMNS, GRADIENTS, Leaves, broad_rows, run
 from tests.support.cases.weights import weights
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from vocab_parallel_ce import VocabParallelCrossEntropy, linear_cross_entropy, vocab_parallel_cross_entropy
+from vocab_parallel_ce import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,21 +7,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.ranks.collectives import error_of, messages_of
-from tests.support.ranks.pools import device_of, in_ranks, subgroups
-from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import (
-    Head,
+from tests.support.cases.flat import (
     LinearCrossEntropy,
-    copy_to_ranks,
     linear_cross_entropy,
     linear_distillation_loss,
     linear_objective,
     linear_token_log_probs,
-    token_log_probs,
-    verify_calls,
-    vocab_parallel_cross_entropy,
 )
+from tests.support.ranks.collectives import error_of, messages_of
+from tests.support.ranks.pools import device_of, in_ranks, subgroups
+from tests.support.truth.budget import assert_within_budget
+from vocab_parallel_ce import Head, copy_to_ranks, token_log_probs, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.summed import CopyToRanks, check_summed, check_summed_once
 
 TOKENS, WIDTH, COLUMNS = 5, 6, 12

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.cases.flat import linear_objective
 from tests.support.frameworks.training import (
     RATE,
     Model,
@@ -23,7 +24,7 @@ from tests.support.frameworks.training import (
     weights_of,
 )
 from tests.support.ranks.pools import device_of, in_ranks
-from vocab_parallel_ce import linear_objective, vocab_parallel_cross_entropy
+from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
 STEPS, MICRO, RANKS = 3, 2, 2  # a static graph is known after the first step

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX, grad_output_layouts
 from tests.support.cases.linear import (
     TWO_WAYS,
@@ -28,7 +29,7 @@ from tests.support.ranks.linear import (
     check_sent,
 )
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import VocabShard, linear_cross_entropy
+from vocab_parallel_ce import VocabShard
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):

@@ -8,17 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.ranks.test_verify import COLUMNS, FUNCTIONS, Arguments, _all, _label, in_two_or_three_ranks
+from tests.support.cases.flat import linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import in_ranks, subgroups
-from vocab_parallel_ce import (
-    Head,
-    VocabShard,
-    linear_distillation_loss,
-    linear_objective,
-    verify_calls,
-    vocab_parallel_cross_entropy,
-)
+from vocab_parallel_ce import Head, VocabShard, linear_objective, verify_calls, vocab_parallel_cross_entropy
 
 
 def _shard(rank, n, size):
