@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.one_pass import NARROW, made, options_of, require_one_pass, run
 from tests.support.host.gpu import assert_right_past_2_to_the_31_elements, extra_peak_bytes
-from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
+from vocab_parallel_ce import vocab_parallel_cross_entropy
 from vocab_parallel_ce.one_pass import WIDTHS, fewest_rows_of
 
 pytestmark = pytest.mark.cuda

@@ -22,6 +22,7 @@ from vocab_parallel_ce.integrations.transformer_engine import (
     cross_entropy_forward,
     parallel_cross_entropy,
 )
+from vocab_parallel_ce.options import HeadOptions
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.verify import verify_calls
 
@@ -29,6 +30,7 @@ __version__ = "0.3.0"
 
 __all__ = [
     "Head",
+    "HeadOptions",
     "LinearCrossEntropy",
     "Outputs",
     "TopKTeacher",

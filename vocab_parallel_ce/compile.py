@@ -15,6 +15,7 @@ Eager calls do not come here. This module is imported when the first call is com
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -31,13 +32,20 @@ from torch.utils import _pytree as pytree
 from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
 from vocab_parallel_ce.head import loops
-from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, shape_of_tokens, with_local_rows
+from vocab_parallel_ce.head.arguments import (
+    Arguments,
+    autocast_dtype,
+    check_gradient,
+    gradient_of,
+    rounded_dtypes,
+    shape_of_tokens,
+    with_local_rows,
+)
 from vocab_parallel_ce.head.plan import LinearCall, plan_linear_call
 from vocab_parallel_ce.head.products import without_autocast
-from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
-from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings
+from vocab_parallel_ce.options import DEFAULTS, GRADIENT_MODES, HEAD_FIELDS, HeadOptions, Settings, check_settings
 from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -55,31 +63,35 @@ class Traced(NamedTuple):
     settings: Settings
     autocast: torch.dtype | None = None  # of the code that was compiled
     wanted: Any = (True,)  # which inputs get a gradient; of a head three, whether there is a bias or not
-    head: HeadSettings | None = None
 
     @classmethod
     def read(cls, inputs: list[Tensor], targets: Any, num_items: Any, constants: str, chunk_size: Any) -> Traced:
         """Return the call of an operator's arguments."""
-        loss, group, settings, autocast, wanted, head = constants_of(constants)
-        targets = (loss.Targets if head is None else loss.HeadTargets)(*targets)
+        loss, group, settings, autocast, wanted = constants_of(constants)
         if chunk_size is not None:
-            head = head._replace(chunk_size=chunk_size)
-        return cls(inputs, targets, num_items, loss, group_named(group), settings, autocast, wanted, head)
+            settings = settings._replace(head=dataclasses.replace(settings.head, chunk_size=chunk_size))
+        call = cls(inputs, targets, num_items, loss, group_named(group), settings, autocast, wanted)
+        return call._replace(targets=(loss.HeadTargets if call.is_head else loss.Targets)(*targets))
 
     def constants(self) -> tuple[Any, ...]:
         """Return an operator's arguments that are no tensors: a text, and the tokens of a chunk, maybe symbolic."""
-        head, chunk_size = self.head, None
-        if head is not None and not isinstance(head.chunk_size, str):
-            head, chunk_size = head._replace(chunk_size="auto"), head.chunk_size
         group = None if self.group is None else self.group.group_name
-        return repr(_literal((self.loss.name, group, self.settings, self.autocast, self.wanted, head))), chunk_size
+        head = {name: getattr(self.settings.head, name) for name in HEAD_FIELDS}
+        chunk_size = None if isinstance(head["chunk_size"], str) else head.pop("chunk_size")
+        settings = self.settings._asdict() | {"head": head}
+        return repr(_literal((self.loss.name, group, settings, self.autocast, self.wanted))), chunk_size
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a call of a head."""
+        return len(self.wanted) > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tokens."""
-        if self.head is None:
+        if not self.is_head:
             return self.inputs[0].shape[:-1]
-        return shape_of_tokens(self.inputs[0], group_position(self.group)[1], self.head)
+        return shape_of_tokens(self.inputs[0], group_position(self.group)[1], self.settings.head)
 
     @property
     def has_gradients(self) -> bool:
@@ -90,18 +102,17 @@ class Traced(NamedTuple):
         """Return a plan that allocates and launches nothing: of one column, as their number may be symbolic."""
         if forward_ad._current_level >= 0:
             raise TypeError(checks.IN_TRANSFORM)
-        settings = self.settings._replace(vocab_size=None, gradient="out_of_place", impl="reference")
+        settings = self.settings._replace(vocab_size=None, gradient="out_of_place", impl="reference", head=DEFAULTS)
         like = self.inputs[0].new_empty(1, 1, device="cpu")
         plan = plan_of(self.loss, like, self.targets, settings, *group_position(self.group))
         launchers = plan.launchers._replace(outputs=lambda *_: None)
-        return plan._replace(launchers=launchers, mean_over=plan.mean_over if self.head is None else "")
+        return plan._replace(launchers=launchers, mean_over="" if self.is_head else plan.mean_over)
 
     def plan_head(self) -> tuple[LinearCall, Head, Any]:
         """Plan the call of a head, as under the autocast of the code that was compiled."""
-        assert self.head is not None
         arguments = Arguments(Head(*self.inputs), self.targets, self.group, self.num_items)
         with torch.autocast(self.inputs[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return plan_linear_call(self.loss, arguments, self.settings, self.head)
+            return plan_linear_call(self.loss, arguments, self.settings)
 
 
 def _literal(value: Any) -> Any:
@@ -111,6 +122,8 @@ def _literal(value: Any) -> Any:
     """
     if isinstance(value, tuple | list):
         return tuple([_literal(each) for each in value])
+    if isinstance(value, dict):
+        return {name: _literal(each) for name, each in value.items()}
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, str):
@@ -123,14 +136,11 @@ def _literal(value: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def constants_of(text: str) -> tuple[Any, ...]:
     """Return what :meth:`Traced.constants` wrote, with the loss of its name."""
-    loss, group, settings, autocast, wanted, head = ast.literal_eval(text)
-    settings = Settings(*settings)
-    if isinstance(settings.vocab_size, tuple):
-        settings = settings._replace(vocab_size=VocabShard(*settings.vocab_size))
-    if head is not None:
-        head = HeadSettings(*head)
-        head = head._replace(logits_dtype=_dtype_named(head.logits_dtype))
-    return LOSSES[loss], group, settings, _dtype_named(autocast), wanted, head
+    loss, group, settings, autocast, wanted = ast.literal_eval(text)
+    head, size = settings["head"], settings["vocab_size"]
+    head["logits_dtype"] = _dtype_named(head["logits_dtype"])
+    settings |= {"head": HeadOptions(**head), "vocab_size": VocabShard(*size) if isinstance(size, tuple) else size}
+    return LOSSES[loss], group, Settings(**settings), _dtype_named(autocast), wanted
 
 
 def _dtype_named(name: Any) -> torch.dtype | None:
@@ -151,22 +161,20 @@ def losses(
     return _outputs(Traced([logits], targets, num_items, loss, group, settings))
 
 
-def linear_losses(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+def linear_losses(loss: Loss, arguments: Arguments, settings: Settings) -> TokenOutputs:
     """Return the outputs of a head and its loss."""
     group, position = arguments.group, group_position(arguments.group)
-    is_symbolic = isinstance(head.chunk_size, torch.SymInt)  # in torch.export: no int to the checks
-    check_head_settings(settings, head._replace(chunk_size="auto") if is_symbolic else head)
+    check_gradient(settings, knows_grad_output=False)
     arguments, settings = with_local_rows(arguments, settings, position)
     hidden, weight, bias = arguments.head
     autocast = autocast_dtype(hidden)
-    gradient = gradient_of(settings, head, rounded_dtypes(autocast or hidden.dtype, arguments.head))
+    gradient = gradient_of(settings, rounded_dtypes(autocast or hidden.dtype, arguments.head))
     if settings.asks_for_differentiable:
         gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
     settings = settings._replace(gradient=gradient)
     inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
     wanted = tuple([torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)])
-    num_items = arguments.num_items
-    return _outputs(Traced(inputs, arguments.targets, num_items, loss, group, settings, autocast, wanted, head))
+    return _outputs(Traced(inputs, arguments.targets, arguments.num_items, loss, group, settings, autocast, wanted))
 
 
 def _outputs(call: Traced) -> TokenOutputs:
@@ -179,7 +187,7 @@ def _outputs(call: Traced) -> TokenOutputs:
     divisor = divisor_of(call.num_items, settings.reduction, call.inputs[0])
     names = loss.outputs(loss.options(settings, None, class_weight=False))
     operators = torch.ops.vocab_parallel_ce
-    operator = operators.loss_of_logits if call.head is None else operators.loss_of_head
+    operator = operators.loss_of_head if call.is_head else operators.loss_of_logits
     values = operator(call.inputs, list(call.targets), divisor, *call.constants())
     return TokenOutputs(**dict(zip(("loss", *names), values, strict=False)))
 
@@ -228,7 +236,7 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
 def _fake_forward(*arguments: Any) -> list[Tensor]:
     call = Traced.read(*arguments)
     like, targets = call.inputs[0], call.targets
-    if call.head is None:
+    if not call.is_head:
         tokens = Tokens(like, "logits", call.shape)
         checks.check_logits(like)
         check(targets, tokens)
@@ -237,9 +245,9 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
     outputs = run.new_outputs(plan, call.shape, like)
     stats = run.new_statistics(plan, math.prod(call.shape), like)
     outputs, divisor = run.fill_outputs(plan, stats, targets, None, outputs)
-    if call.head is None or not call.has_gradients:
+    if not (call.is_head and call.has_gradients):
         return _present([*outputs, *stats, divisor])
-    overflow = None if call.head.valid_tokens is None else like.new_empty((), dtype=torch.float32)
+    overflow = None if call.settings.head.valid_tokens is None else like.new_empty((), dtype=torch.float32)
     return _present([*outputs, overflow, *_new_gradients(call)])
 
 
@@ -274,7 +282,7 @@ def _like_inputs(gradients: loops.Gradients, call: Traced) -> list[Tensor | None
 
 def _new_gradients(call: Traced) -> list[Tensor]:
     inputs = [each for each, is_wanted in zip(call.inputs, call.wanted, strict=False) if is_wanted]
-    return [torch.empty_like(each) if call.head is None else each.new_empty(each.shape) for each in inputs]
+    return [each.new_empty(each.shape) if call.is_head else torch.empty_like(each) for each in inputs]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -315,7 +323,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         gradients = [torch.where(grad == 0, 0.0, grad.float() * factor).to(grad.dtype) for grad in saved[0]]
     else:
         operators = torch.ops.vocab_parallel_ce
-        operator = operators.loss_of_logits_gradient if ctx.call.head is None else operators.loss_of_head_gradient
+        operator = operators.loss_of_head_gradient if ctx.call.is_head else operators.loss_of_logits_gradient
         gradients = operator(first, list(GradOutputs(**used)), *saved, *ctx.constants)
     each, (inputs, *others) = iter(gradients), ctx.nothing
     return [next(each) if is_wanted else None for is_wanted in ctx.call.wanted[: len(inputs)]], *others

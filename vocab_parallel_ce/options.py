@@ -1,15 +1,18 @@
 """The settings of a call: every keyword that is no tensor and no group, with its default, and most with their checks.
 
-Functions and modules share them. :func:`loss_options` makes of them what the mathematics and the kernels take.
+``Settings`` say what is computed, :class:`HeadOptions` how a head computes it. Functions and modules share them.
+:func:`loss_options` makes of them what the mathematics and the kernels take.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -20,10 +23,50 @@ from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
 
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
+HEAD_GRADIENTS = ("auto", "in_forward", "in_backward")
+COUNT = "count"  # valid tokens are counted
+MOST_TOKENS = 2**20  # of a chunk: a larger number is one of bytes
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 OUTPUTS = TokenOutputs._fields[1:]  # alongside the loss
 DIFFERENTIABLE = GradOutputs._fields[1:]  # those with a gradient of their own
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def check_logits_dtype(name: str, dtype: object) -> None:
+    if dtype not in (None, torch.float32):
+        remedy = "leave it out for the dtype of the products"
+        raise ValueError(f"{name}: expected None or torch.float32, got {dtype!r}; {remedy}")
+
+
+def check_chunk_size(name: str, size: object) -> None:
+    if isinstance(size, str):
+        if size != "auto":
+            bytes_of(size)
+    elif not isinstance(size, torch.SymInt):  # of torch.export: the operator checks the number
+        count = checks.checked_count(name, size)
+        if count > MOST_TOKENS:
+            raise ValueError(
+                f"{name}: a number is one of tokens, expected at most {MOST_TOKENS}, got {count}; for bytes of "
+                f"logits pass '{count}B', or as '256MiB'"
+            )
+
+
+def check_keep_logits(name: str, kept: object) -> None:
+    if not isinstance(kept, str):
+        raise TypeError(f"{name}: expected 'none', 'all', or bytes as '2GiB', got {kept!r}")
+    if kept not in ("none", "all"):
+        bytes_of(kept, name, "'none', 'all'")
+
+
+def check_valid_tokens(name: str, count: object) -> None:
+    if isinstance(count, str):
+        if count != COUNT:
+            raise ValueError(f"{name}: expected 'count', a number or None, got {count!r}")
+    elif count is not None:
+        checks.check_integer(name, count)
+        if count < 0:  # type: ignore[operator]
+            raise ValueError(f"{name}: must be at least 0, got {count}")
+
 
 # Types of settings with their checks: functions of a name and a value.
 Integer = Annotated[int, checks.check_integer]
@@ -33,6 +76,98 @@ Share = Annotated[float, partial(checks.check_number, at_most=1)]
 Positive = Annotated[float, partial(checks.check_number, positive=True)]
 Reduction = Annotated[str, partial(checks.check_choice, choices=REDUCTIONS)]
 GradientMode = Annotated[str, partial(checks.check_choice, choices=GRADIENT_MODES)]
+Implementation = Annotated[str, partial(checks.check_choice, choices=("auto", *IMPLEMENTATIONS))]
+HeadGradient = Annotated[str, partial(checks.check_choice, choices=HEAD_GRADIENTS)]
+Flag = Annotated[bool, checks.check_bool]
+ChunkSize = Annotated[int | str, check_chunk_size]
+LogitsDtype = Annotated[torch.dtype | None, check_logits_dtype]
+KeepLogits = Annotated[str, check_keep_logits]
+ValidTokens = Annotated[int | str | None, check_valid_tokens]
+Takes = Mapping[str, tuple[Any, ...]]  # values of fields of HeadOptions
+
+
+def checks_of(record: type) -> dict[str, Callable[[str, Any], None]]:
+    """Return the checks of a record's fields."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class HeadOptions:
+    """How a head is computed: ``options=`` of the functions of hidden states, and of their module.
+
+    Checked when it is made. It is frozen, has a hash and no tensors: one record serves all calls.
+    docs/linear.md has more on each field.
+
+    Args:
+        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for reduction ``"none"``
+            only with ``expected_grad_output``. ``"in_backward"``: backward recomputes the logits, and may run again.
+            ``"auto"``: in_forward for mean and sum of bf16 and fp32, otherwise in_backward. With outputs that have a
+            gradient, ``"auto"`` also keeps ``4 * K * R`` bytes per token, ``hidden`` and ``weight``: if backward gets
+            a gradient of an output, or runs again, it recomputes the logits. ``"in_forward"`` raises then.
+        impl, check_labels: as in :func:`vocab_parallel_cross_entropy`.
+        sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, and ``labels``
+            are of all tokens; needs a group.
+        chunk_size: tokens per chunk, at most 2**20, or the bytes of a chunk's logits as ``"256MiB"`` or ``"0.5GB"``, or
+            ``"auto"``.
+        logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
+            is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
+        keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
+            ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
+            overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in the forward pass.
+        reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
+        valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it
+            raises where ``check_labels`` looks, as on a CPU, otherwise it gives a NaN loss. ``"count"`` counts them,
+            for which the host waits for the device; in no CUDA graph.
+
+    Example:
+        >>> from vocab_parallel_ce import HeadOptions, linear_cross_entropy
+        >>> options = HeadOptions(chunk_size=4096, logits_dtype=torch.float32)
+        >>> options
+        HeadOptions(chunk_size=4096, logits_dtype=torch.float32)
+        >>> loss = linear_cross_entropy(torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]), options=options)
+        >>> round(loss.item(), 4)
+        1.3863
+    """
+
+    gradient: HeadGradient = "auto"
+    impl: Implementation = "auto"
+    check_labels: FlagOrAuto = "auto"
+    sequence_parallel: Flag = False
+    chunk_size: ChunkSize = "auto"
+    logits_dtype: LogitsDtype = None
+    keep_logits: KeepLogits = "none"
+    reduce_hidden_grad: Flag = True
+    valid_tokens: ValidTokens = None
+
+    def __post_init__(self) -> None:
+        for name, check in HEAD_CHECKS.items():
+            check(name, getattr(self, name))
+        if self.keep_logits != "none" and self.gradient == "in_forward":
+            raise ValueError(
+                "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
+                f"got {self.keep_logits!r}; pass another gradient, or leave it out"
+            )
+        if self.sequence_parallel and not self.reduce_hidden_grad:
+            raise ValueError(
+                "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False; "
+                "leave it out"
+            )
+        if self.sequence_parallel and self.valid_tokens is not None:
+            raise ValueError(
+                "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
+                f"already, got {self.valid_tokens}; leave it out"
+            )
+
+    def __repr__(self) -> str:
+        """Return the fields that are not their defaults."""
+        shown = [f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(HeadOptions, name)]
+        return f"HeadOptions({', '.join(shown)})"
+
+
+HEAD_CHECKS = checks_of(HeadOptions)
+DEFAULTS = HeadOptions()
+HEAD_FIELDS = tuple(vars(DEFAULTS))
 
 
 class Settings(NamedTuple):
@@ -51,10 +186,11 @@ class Settings(NamedTuple):
     n_ids: int = 0  # given ids per token; labels have none
     negated: bool = False  # log-probabilities in place of losses
     reduction: Reduction = "mean"
-    gradient: GradientMode = "auto"
-    impl: str = "auto"
+    gradient: GradientMode = "auto"  # this and the next two: of a head those of its options
+    impl: Implementation = "auto"
     check_labels: FlagOrAuto = "auto"
     vocab_size: int | VocabShard | None = None
+    head: HeadOptions = DEFAULTS  # how a head computes it
 
     @property
     def asks_for_differentiable(self) -> bool:
@@ -62,15 +198,34 @@ class Settings(NamedTuple):
         return any(name in DIFFERENTIABLE for name in self.outputs)
 
 
-class HeadSettings(NamedTuple):
-    """What a caller asks for of a head, besides the loss's :class:`Settings`."""
+# Settings that public functions take as keywords, over logits and over heads. `public` makes their signatures.
 
-    sequence_parallel: bool = False
-    reduce_hidden_grad: bool = True
-    valid_tokens: int | str | None = None
-    chunk_size: int | str = "auto"
-    logits_dtype: torch.dtype | None = None
-    keep_logits: str = "none"
+
+class ObjectiveSettings(TypedDict, total=False):
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    vocab_size: int | VocabShard | None
+
+
+class LogProbSettings(ObjectiveSettings, total=False):
+    outputs: Sequence[str]
+
+
+class LossSettings(LogProbSettings, total=False):
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+
+
+class DivergenceSettings(TypedDict, total=False):
+    divergence: str
+    beta: float
+    temperature: float
+    hard_weight: float
+    ignore_index: int
+    reduction: str
+    vocab_size: int | VocabShard | None
 
 
 class Known(Settings):
@@ -87,6 +242,8 @@ class Known(Settings):
 
 def settings_of(**values: Any) -> Settings:
     """Return the settings of a caller's keywords, Known if all have a hash."""
+    if "outputs" in values:
+        values["outputs"] = checked_outputs(values["outputs"])
     if is_dynamo_compiling():
         return Settings(**values)
     size = values.get("vocab_size")
@@ -96,17 +253,32 @@ def settings_of(**values: Any) -> Settings:
         return Settings(**values)
 
 
+def head_settings(options: HeadOptions | None, *, takes: Takes | None = None, **values: Any) -> Settings:
+    """Return the settings of a head's loss. ``takes`` are the values of fields that not all functions take."""
+    options = DEFAULTS if options is None else options
+    if type(options) is not HeadOptions:
+        raise TypeError(f"options: expected a HeadOptions or None, got {type(options).__name__}; pass HeadOptions(...)")
+    for name, choices in (takes or {}).items():
+        if getattr(options, name) not in choices:
+            expected = " or ".join(map(repr, choices))
+            raise ValueError(
+                f"options.{name}: expected {expected} in this function, got {getattr(options, name)!r}; leave it out"
+            )
+    shared = {"gradient": options.gradient, "impl": options.impl, "check_labels": options.check_labels}
+    return settings_of(head=options, **(shared | values))
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
 def _known_settings(*shard: Any, **values: Any) -> Settings:  # by types within a shard too
     return Known(**values)
 
 
-def known(settings: Settings | HeadSettings) -> object:
+def known(settings: Settings) -> object:
     """Return an object, the same for settings of equal values and types.
 
     Raises TypeError if a value has no hash.
     """
-    size = getattr(settings, "vocab_size", None)
+    size = settings.vocab_size
     return _known(*settings, *size) if isinstance(size, VocabShard) else _known(*settings)
 
 
@@ -115,12 +287,11 @@ def _known(*values: Any) -> object:
     return object()
 
 
-_HINTS = get_type_hints(Settings, include_extras=True)
-CHECKS = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")}
+CHECKS = checks_of(Settings)
 
 
 def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:
-    """Check the settings, except of the shard and ``impl``, and return those of the mathematics.
+    """Check the settings, except of the shard, and return those of the mathematics.
 
     ``class_weight`` says whether there is one. ``vocab_size`` is None if it is not known yet. A temperature divides z:
     ``softcap * tanh(u / softcap) / T`` is that of ``u / T`` and ``softcap / T``.
@@ -190,7 +361,6 @@ def check_settings(settings: Settings, n_ranks: int) -> None:
     elif size is not None:
         size = checks.checked_count("vocab_size", size)
     loss_options(settings, size)
-    checks.check_choice("impl", settings.impl, ("auto", *IMPLEMENTATIONS))
 
 
 def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:

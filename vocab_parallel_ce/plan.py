@@ -315,4 +315,6 @@ def is_view_in_graph(tensor: Tensor) -> bool:
 
 def comparable(settings: Settings, num_items: float | Tensor | None) -> dict[str, Any]:
     """Return what verification compares of the options, and what says which columns a rank has."""
-    return settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
+    values = vars(settings.head) | settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
+    del values["head"]
+    return values

@@ -6,6 +6,7 @@ Only this file knows the names of this project's functions. The tensors that get
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import shutil
 import sys
@@ -55,14 +56,24 @@ class Row(NamedTuple):
         return str(self.options.get("reduction", default))
 
 
+def of_head(package: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a head's call: its fields of HeadOptions in one, except for a commit that has no such record."""
+    record: Any = getattr(package, "HeadOptions", None)
+    names = () if record is None else {field.name for field in dataclasses.fields(record)} & {*options}
+    others = {name: value for name, value in options.items() if name not in names}
+    return others | {"options": record(**{name: options[name] for name in names})} if names else others
+
+
 def cross_entropy(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
-    of = package.linear_cross_entropy if len(tensors) == 2 else package.vocab_parallel_cross_entropy
-    return of(*tensors, take("labels"), **options)
+    if len(tensors) == 2:
+        return package.linear_cross_entropy(*tensors, take("labels"), **of_head(package, options))
+    return package.vocab_parallel_cross_entropy(*tensors, take("labels"), **options)
 
 
 def log_probs(package: Any, tensors: Tensors, take: Take, ids: str = "labels", **options: Any) -> Any:
-    of = package.linear_token_log_probs if len(tensors) == 2 else package.token_log_probs
-    return of(*tensors, take(ids), **options)
+    if len(tensors) == 2:
+        return package.linear_token_log_probs(*tensors, take(ids), **of_head(package, options))
+    return package.token_log_probs(*tensors, take(ids), **options)
 
 
 def given_ids(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
@@ -78,7 +89,7 @@ def sampled(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
 def distillation(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any:
     if len(tensors) == 2:
         heads = package.Head(*tensors), package.Head(*take("teacher"))
-        return package.linear_distillation_loss(*heads, **options)
+        return package.linear_distillation_loss(*heads, **of_head(package, options))
     return package.distillation_loss(*tensors, take("teacher"), **options)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench_lib import cases, peers
-from bench_lib.calls import Row, baseline_package, called, rows_of
+from bench_lib.calls import Row, baseline_package, called, of_head, rows_of
 from bench_lib.cases import EAGER, EAGER_16, IN_FORWARD, OURS, Case, Inputs
 from bench_lib.peers import LossOf, Step
 
@@ -163,7 +163,7 @@ def _over_linear(gradient: str) -> Callable[[Any], LossOf]:
 
 
 def _head_loss(**options: Any) -> Callable[[Any], LossOf]:
-    return lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **options)
+    return lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **of_head(m, options))
 
 
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from vocab_parallel_ce import linear_objective
+from vocab_parallel_ce import HeadOptions, linear_objective
 
 WORDS = [str(number) for number in range(64)]
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -130,7 +130,7 @@ class ObjectiveTrainer(trl.GRPOTrainer):
                 outputs=("entropy",),
                 temperature=self.temperature,
                 reduction="sum",
-                valid_tokens="count",
+                options=HeadOptions(valid_tokens="count"),
             )
 
         loss, found = model(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vocab_parallel_ce import linear_token_log_probs
+from vocab_parallel_ce import HeadOptions, linear_token_log_probs
 
 STATES, WIDTH, VOCABULARY = 32, 64, 256
 
@@ -44,8 +44,9 @@ def reward_of(states: Tensor, actions: Tensor) -> Tensor:
 
 def log_probs_and_entropy(hidden: Tensor, head: Tensor, actions: Tensor, group: Any) -> Any:
     """Return a record of fp32 ``[N]`` log-probabilities of the actions, and entropies. One call gives both."""
-    options: Any = {"group": group, "vocab_size": VOCABULARY, "logits_dtype": torch.float32}
-    return linear_token_log_probs(hidden, head, actions, outputs=("entropy",), **options)
+    columns: Any = {"group": group, "vocab_size": VOCABULARY}
+    options = HeadOptions(logits_dtype=torch.float32)
+    return linear_token_log_probs(hidden, head, actions, outputs=("entropy",), options=options, **columns)
 
 
 def policy_loss(found: Any, old_log_probs: Tensor, advantages: Tensor) -> Tensor:

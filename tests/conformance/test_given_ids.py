@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.conformance.widths import HARD, PLACE, columns_of, each, made_of, placed, rows_of
+from tests.support.cases.flat import linear_token_log_probs
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
@@ -16,7 +17,7 @@ from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import device_of, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import transformed
-from vocab_parallel_ce import linear_token_log_probs, token_log_probs
+from vocab_parallel_ce import token_log_probs
 
 NAN, INF = float("nan"), float("inf")
 

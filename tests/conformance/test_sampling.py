@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.conformance.widths import PLACE, columns_of, each, made_of, placed, rows_of
+from tests.support.cases.flat import linear_token_log_probs
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
@@ -16,7 +17,7 @@ from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import transformed
-from vocab_parallel_ce import linear_token_log_probs, sampling_threshold, token_log_probs, verify_calls
+from vocab_parallel_ce import sampling_threshold, token_log_probs, verify_calls
 
 INF, NAN = float("inf"), float("nan")
 OF_Z = ("temperature", "softcap", "logit_scale", "group", "vocab_size")  # what both functions take

@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from tests.conformance.test_sampling import INF, Sampling, kept_by
+from tests.support.cases.flat import linear_objective, linear_token_log_probs
 from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import in_ranks
-from vocab_parallel_ce import (
-    VocabShard,
-    linear_objective,
-    linear_token_log_probs,
-    sampling_threshold,
-    token_log_probs,
-)
+from vocab_parallel_ce import VocabShard, sampling_threshold, token_log_probs
 
 EPS, TINY, MAX = 2.0**-23, 2.0**-149, torch.finfo(torch.float32).max
 # Rows, top_k, and the threshold.

@@ -31,10 +31,16 @@ LOSSES = {
     "reverse": lambda z, h, w: vp.distillation_loss(z, z.detach() * 2, divergence="reverse"),
     "top k": lambda z, h, w: vp.distillation_loss(z, TEACHER, labels=LABELS),
     "top k, js": lambda z, h, w: vp.distillation_loss(z, TEACHER, divergence="js", num_items=3),
-    "head": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, reduction="none", outputs=OUTPUTS, chunk_size=2),
-    "valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, valid_tokens=5),
-    "too many valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, valid_tokens=4, check_labels=False),
-    "head, log-probs": lambda z, h, w: vp.linear_token_log_probs(h, w, LABELS, keep_logits="all"),
+    "head": lambda z, h, w: vp.linear_cross_entropy(
+        h, w, LABELS, reduction="none", outputs=OUTPUTS, options=vp.HeadOptions(chunk_size=2)
+    ),
+    "valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, options=vp.HeadOptions(valid_tokens=5)),
+    "too many valid tokens": lambda z, h, w: vp.linear_cross_entropy(
+        h, w, LABELS, options=vp.HeadOptions(valid_tokens=4, check_labels=False)
+    ),
+    "head, log-probs": lambda z, h, w: vp.linear_token_log_probs(
+        h, w, LABELS, options=vp.HeadOptions(keep_logits="all")
+    ),
     "objective": lambda z, h, w: vp.linear_objective(
         h, w, LABELS, lambda lp, scales: -lp * scales, tokens={"scales": SCALES}
     ),

@@ -60,7 +60,7 @@ def _row(name: str, value: Any) -> str:
     said = " ".join((inspect.getdoc(own) or "").partition("\n\n")[0].split())
     said = re.sub(r":func:`(\w+)`", r"`\1`", said).replace("``", "`")
     file = Path(inspect.getfile(own)).relative_to(ROOT).as_posix()
-    signature = inspect.signature(own)
+    signature = inspect.signature(value)  # of `public`: with the settings
     keywords = [n for n, each in signature.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     others = [n for n in signature.parameters if n not in keywords]
     arguments = ", ".join([*others, *(["*"] if keywords else []), *keywords])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import vocab_parallel_ce as vp
-from tests.support.cases import linear
+from tests.support.cases import flat, linear
 from tests.support.cases.inputs import IGNORE_INDEX, batch, shard_of
 from tests.support.cases.linear import WIDTH, Projection, many_tokens
 from tests.support.cases.logits import Results, assert_right, flat_outputs, random_grad_output
@@ -137,9 +137,9 @@ PROGRAMS |= {
         for reduction in ("mean", "none")
     },
     "few rows, log-probs": OverLogits(vp.token_log_probs, {"outputs": ("entropy",)}, CUT_COLUMNS, FEW_ROWS),
-    "linear, mean": OverHeads(vp.linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
-    "linear, none": OverHeads(vp.linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
-    "linear, log-probs": OverHeads(vp.linear_token_log_probs, {"outputs": ("entropy",)}),
+    "linear, mean": OverHeads(flat.linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
+    "linear, none": OverHeads(flat.linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
+    "linear, log-probs": OverHeads(flat.linear_token_log_probs, {"outputs": ("entropy",)}),
 }
 
 
@@ -205,7 +205,7 @@ class HeadAndLoss(nn.Module):
         self.head.weight = nn.Parameter(weight)
         options = options | {"group": group}
         self.loss = (
-            vp.LinearCrossEntropy(self.head, **options) if is_linear else vp.VocabParallelCrossEntropy(**options)
+            flat.LinearCrossEntropy(self.head, **options) if is_linear else vp.VocabParallelCrossEntropy(**options)
         )
         self.is_linear = is_linear
 
@@ -234,7 +234,7 @@ MODULES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     """Loss and gradients of a module whose forward and backward are graphs, over the data of each seed."""
-    program, results = OverHeads(vp.linear_cross_entropy, MODULES[name][1]), []
+    program, results = OverHeads(flat.linear_cross_entropy, MODULES[name][1]), []
     hidden, weight, labels, _ = _inputs_of_rank(program, rank, group, seed=0)
     module = HeadAndLoss(weight, group, *MODULES[name])
     torch.cuda.make_graphed_callables(module, (hidden.requires_grad_(), labels))  # the module itself changes
@@ -249,19 +249,19 @@ def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_in_graphs_is_right(name):
-    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
+    check(OverHeads(flat.linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
 
 
 @pytest.mark.parametrize("name", MODULES)
 @on_two_gpus
 def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, name):
-    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
+    check(OverHeads(flat.linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
 
 
 @pytest.mark.cuda
 def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
     """As with every module; docs/training.md says so."""
-    hidden, weight, labels, _ = _inputs_of_rank(OverHeads(vp.linear_cross_entropy, {}), 0, None, seed=0)
+    hidden, weight, labels, _ = _inputs_of_rank(OverHeads(flat.linear_cross_entropy, {}), 0, None, seed=0)
     owner = nn.ModuleList([head := nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)])
     graphed = torch.cuda.make_graphed_callables(vp.LinearCrossEntropy(owner[0]), (hidden.requires_grad_(), labels))
     graphed(hidden, labels).backward()
@@ -274,7 +274,7 @@ def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
 def test_a_loss_after_a_graphed_head_is_right(gradient, reduction):
     """Each replay writes its logits where the step before left its gradient: they are logits again."""
     options = {"gradient": gradient, "reduction": reduction}
-    program, results = OverHeads(vp.linear_cross_entropy, {"reduction": reduction}), []
+    program, results = OverHeads(flat.linear_cross_entropy, {"reduction": reduction}), []
     hidden, weight, _, _ = _inputs_of_rank(program, 0, None, seed=0)
     head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
     graphed = torch.cuda.make_graphed_callables(head, (hidden.requires_grad_(),))

@@ -10,7 +10,7 @@ from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.linear import WAYS, Leaves
 from tests.support.cases.logits import METRICS
 from tests.support.host.gpu import assert_host_never_waits, extra_peak_bytes
-from vocab_parallel_ce import Outputs, linear_cross_entropy
+from vocab_parallel_ce import HeadOptions, Outputs, linear_cross_entropy
 
 pytestmark = pytest.mark.cuda
 
@@ -42,7 +42,9 @@ def test_memory_grows_with_the_hidden_states_gradient_alone(reduction):
         labels = torch.randint(0, columns, (rows,), device="cuda")
 
         def step():
-            loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_size=1024)
+            loss = linear_cross_entropy(
+                hidden, weight, labels, reduction=reduction, options=HeadOptions(chunk_size=1024)
+            )
             torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
 
         return extra_peak_bytes(step)

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from tests.support.cases.flat import LinearCrossEntropy, linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, linear_fp64, linear_same_dtype, projection
 from tests.support.host.fresh import ROOT
 from tests.support.ranks.collectives import assert_refused, messages_of
 from tests.support.ranks.pools import device_of, in_ranks
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 from vocab_parallel_ce.integrations.dtensor import cross_entropy
 
 in_four_ranks = in_ranks((4,), (), (4,))

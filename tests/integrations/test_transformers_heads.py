@@ -33,7 +33,7 @@ def test_labels_that_count_are_counted_in_training_alone(llama, monkeypatch, own
     """A GPU computes ignored tokens too, unless it is told how many count."""
     told, fused = [], heads.linear_cross_entropy
     monkeypatch.setattr(
-        heads, "linear_cross_entropy", lambda *of, **k: told.append(k.get("valid_tokens")) or fused(*of, **k)
+        heads, "linear_cross_entropy", lambda *of, **k: told.append(k["options"].valid_tokens) or fused(*of, **k)
     )
     expected = own_step(llama, tiny_inputs(llama))
     install(llama, **own)

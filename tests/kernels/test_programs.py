@@ -9,18 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.kernels.interpreted_programs import interpreted_programs
-from tests.support.kernels.launch_shapes import BY_SIZE, ONE, SEVERAL, forget_plans, programs
-from vocab_parallel_ce import (
-    Head,
-    distillation_loss,
+from tests.support.cases.flat import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_objective,
     linear_token_log_probs,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
 )
+from tests.support.kernels.interpreted_programs import interpreted_programs
+from tests.support.kernels.launch_shapes import BY_SIZE, ONE, SEVERAL, forget_plans, programs
+from vocab_parallel_ce import Head, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
 
 pytest.importorskip("triton")
 from vocab_parallel_ce import program

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vocab_parallel_ce import Head, linear_cross_entropy, linear_distillation_loss
+from tests.support.cases.flat import linear_cross_entropy
+from vocab_parallel_ce import Head, linear_distillation_loss
 from vocab_parallel_ce.head import chunks
 from vocab_parallel_ce.head.chunks import choose_chunk_tokens, chunks_of, default_tokens, equal_chunk
 

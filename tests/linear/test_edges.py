@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.linear.test_autograd import AT_ANY_MOMENT, MOMENTS
 from tests.support.cases import linear
+from tests.support.cases.flat import linear_cross_entropy, linear_token_log_probs
 from tests.support.cases.inputs import DTYPES, IGNORE_INDEX
 from tests.support.cases.linear import (
     COLUMNS,
@@ -28,7 +29,6 @@ from tests.support.cases.linear import N_LEAVES as ROWS
 from tests.support.cases.logits import METRICS, REDUCTIONS, flat_outputs
 from tests.support.host.gpu import captured
 from tests.support.truth.budget import K, assert_within_budget
-from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.head.loops import Products
 
 NAN, INF = float("nan"), float("inf")

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.support.cases import linear
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
 from tests.support.cases.logits import EVERY, flat_outputs
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.ranks import case as on_ranks
 from tests.support.ranks.linear import COLUMNS as OF_RANK
 from tests.support.ranks.pools import in_several_ranks
-from vocab_parallel_ce import linear_cross_entropy
 from vocab_parallel_ce.head import expected as module
 
 ROWS, FACTOR = linear.N_LEAVES, -0.37

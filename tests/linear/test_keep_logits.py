@@ -8,9 +8,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.cases.flat import linear_cross_entropy, linear_distillation_loss
+from tests.support.cases.flat import linear_token_log_probs as log_probs
 from tests.support.cases.logits import flat_outputs
-from vocab_parallel_ce import Head, LinearCrossEntropy, linear_cross_entropy, linear_distillation_loss
-from vocab_parallel_ce import linear_token_log_probs as log_probs
+from vocab_parallel_ce import Head, HeadOptions, LinearCrossEntropy
 
 pytestmark = pytest.mark.reference
 
@@ -187,7 +188,7 @@ def test_a_module_has_it_and_needs_no_gradient():
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.copy_(bias)
-        module = LinearCrossEntropy(head, reduction="none", keep_logits="all")
+        module = LinearCrossEntropy(head, reduction="none", options=HeadOptions(keep_logits="all"))
         expected = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none")
         assert torch.equal(module(hidden, labels), expected)
-    assert module.keep_logits == "all"
+    assert module.options.keep_logits == "all"

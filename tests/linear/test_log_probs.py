@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.support.cases import linear
+from tests.support.cases.flat import linear_cross_entropy, linear_token_log_probs
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import ROWS, Results, assert_right, projection, record_matmuls
 from tests.support.cases.logits import flat_outputs, grads_of_every_output
-from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 run = partial(linear.run, function=linear_token_log_probs)
 

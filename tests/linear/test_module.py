@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.cases.flat import LinearCrossEntropy, linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, projection
 from tests.support.cases.weights import weights
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 
 def _inputs(device, **settings):

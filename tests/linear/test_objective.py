@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import linear, objectives
+from tests.support.cases.flat import linear_objective, linear_token_log_probs
 from tests.support.cases.linear import COLUMNS, WIDTH, record_matmuls
 from tests.support.cases.objectives import OBJECTIVES, grpo, numbers_of, ppo
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits, extra_peak_bytes
@@ -12,7 +13,7 @@ from tests.support.ranks import case as on_ranks
 from tests.support.ranks.linear import COLUMNS as OF_RANK
 from tests.support.ranks.linear import check_collectives
 from tests.support.ranks.pools import in_several_ranks
-from vocab_parallel_ce import linear_cross_entropy, linear_objective, linear_token_log_probs
+from vocab_parallel_ce import linear_cross_entropy
 
 ROWS, OF_RANKS = linear.N_LEAVES, 8
 WAY = {"gradient": "in_forward", "logit_scale": 0.3}  # log-probabilities near those of the numbers

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.cases.flat import linear_objective
 from tests.support.cases.linear import record_matmuls
 from tests.support.ranks.pools import device_of, in_ranks
-from vocab_parallel_ce import linear_objective
 
 TOKENS, WIDTH, COLUMNS, K, IGNORED = 30, 8, 40, 4, -100
 

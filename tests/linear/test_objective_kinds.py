@@ -9,8 +9,8 @@ import torch
 
 from tests.docs.markdown import ROOT, python_blocks
 from tests.linear.test_objective import Objectives
+from tests.support.cases.flat import linear_cross_entropy, linear_objective
 from tests.support.cases.objectives import ppo
-from vocab_parallel_ce import linear_cross_entropy, linear_objective
 from vocab_parallel_ce.head import objective as head_objective
 
 HALF, WIDE = torch.float16, torch.float32

@@ -15,7 +15,7 @@ from tests.support.cases.weights import weights
 from tests.support.ranks import case as on_ranks
 from tests.support.ranks.linear import COLUMNS as OF_RANK
 from tests.support.ranks.pools import in_several_ranks
-from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
+from vocab_parallel_ce import HeadOptions, linear_cross_entropy, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 
 EACH = tuple((name,) for name in DIFFERENTIABLE)
@@ -165,7 +165,7 @@ def test_wrappers(impl_device, wrapper):
 @pytest.mark.reference
 def test_compiled_code_recomputes_or_leaves_the_mode_by_name_to_eager_code():
     def step(hidden, weight, labels, gradient):
-        return linear_cross_entropy(hidden, weight, labels, outputs=("lse",), gradient=gradient)
+        return linear_cross_entropy(hidden, weight, labels, outputs=("lse",), options=HeadOptions(gradient=gradient))
 
     case = Leaves(("reference", "cpu"))
     tensors = case.hidden, case.weight, case.labels

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import flat_outputs
 from tests.support.ranks.pools import device_of, in_ranks
@@ -74,52 +75,52 @@ def of_transformer_engine(x, impl=None, group=None):
 
 def linear_mean(x, **options):
     options["outputs"] = ("predictions",)
-    return vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **SMOOTHED, **options)
+    return flat.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **SMOOTHED, **options)
 
 
 def linear_outputs(x, **options):
     options |= {"outputs": ("entropy", "lse", "predictions"), "reduction": "sum"}
-    return vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **options)
+    return flat.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **options)
 
 
 def linear_valid_tokens(x, **options):
     n_items = (x.labels != IGNORE_INDEX).sum()
     options |= {"reduction": "sum", "num_items": n_items, "bias": x.weight.detach()[:, 0]}
-    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, valid_tokens=N - 1, **options),)
+    return (flat.linear_cross_entropy(x.hidden, x.weight, x.labels, valid_tokens=N - 1, **options),)
 
 
 def next_token(x, **options):
     labels, kept = vp.next_labels(x.labels.view(2, -1)), {"reduction": "none", **options}
     asked = {"outputs": ("predictions",), "chunk_size": 5}
-    found = vp.linear_cross_entropy(x.hidden.view(2, -1, WIDTH), x.weight, labels, **asked, **kept)
+    found = flat.linear_cross_entropy(x.hidden.view(2, -1, WIDTH), x.weight, labels, **asked, **kept)
     logits = (x.hidden @ x.weight.t()).view(2, -1, VOCABULARY)
     return *flat_outputs(found), vp.vocab_parallel_cross_entropy(logits, labels, **kept)
 
 
 def linear_none(x, **options):
-    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_size=5, **options),)
+    return (flat.linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_size=5, **options),)
 
 
 def linear_log_probs(x, **options):
     options |= {"outputs": ("entropy", "mean_logit"), "temperature": 0.5 + x.labels.abs() * 0.125}
     options["valid_tokens"] = 100
-    return vp.linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
+    return flat.linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 
 def linear_autocast(x, **options):
     with torch.autocast(x.hidden.device.type, dtype=torch.bfloat16):
-        return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, logits_dtype=torch.float32, **options),)
+        return (flat.linear_cross_entropy(x.hidden, x.weight, x.labels, logits_dtype=torch.float32, **options),)
 
 
 def class_weights(x, **options):
     options |= {"class_weight": x.weight.detach()[:, 0].abs(), "label_smoothing": 0.1}
     loss = vp.vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, **options)
-    return loss, vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **options)
+    return loss, flat.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **options)
 
 
 def checkpointed(x, **options):
     def head(hidden, weight):
-        return vp.vocab_parallel_cross_entropy(hidden @ weight.t(), x.labels, **options) + vp.linear_cross_entropy(
+        return vp.vocab_parallel_cross_entropy(hidden @ weight.t(), x.labels, **options) + flat.linear_cross_entropy(
             hidden, weight, x.labels, **options
         )
 

@@ -7,14 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.logits import test_compile
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.logits import flat_outputs
-from vocab_parallel_ce import (
-    VocabShard,
-    linear_cross_entropy,
-    top_k,
-    verify_calls,
-    vocab_parallel_cross_entropy,
-)
+from vocab_parallel_ce import VocabShard, top_k, verify_calls, vocab_parallel_cross_entropy
 
 
 @pytest.mark.reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.truth.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, truth_of
-from vocab_parallel_ce import linear_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import HeadOptions, linear_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, TokenOutputs
@@ -73,7 +73,7 @@ def test_the_linear_loss(impl_device):
     logits, labels = confident_rows(50, rows=32)
     head = logits.t().contiguous().to(device).requires_grad_()
     hidden = torch.eye(32, device=device)
-    loss = linear_cross_entropy(hidden, head, labels.to(device), reduction="sum", impl=impl)
+    loss = linear_cross_entropy(hidden, head, labels.to(device), reduction="sum", options=HeadOptions(impl=impl))
     loss.backward()
     truth = truth_of(logits, labels)
     assert_as_exact_as_fp32(Rows(truth.loss, head.grad.t().cpu()), logits, labels)

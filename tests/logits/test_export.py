@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.logits.test_transforms import COLUMNS, FUNCTIONS, OF_HEADS, TOKENS, arguments
-from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy, vocab_parallel_cross_entropy
+from tests.support.cases.flat import linear_cross_entropy
+from vocab_parallel_ce import LinearCrossEntropy, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.reference
 by_mode = pytest.mark.parametrize("strict", (False, True), ids=("default", "strict"))

@@ -54,7 +54,12 @@ def test_a_factor_that_is_expected(impl):
         hidden, weight = drawn(5, 8).requires_grad_(), drawn(24, 8).requires_grad_()
         factors = torch.tensor([1.0, factor, 1.0, 1.0, 1.0])
         loss = vp.linear_cross_entropy(
-            hidden, weight, LABELS, reduction="none", gradient="in_forward", impl=impl, expected_grad_output=factors
+            hidden,
+            weight,
+            LABELS,
+            reduction="none",
+            expected_grad_output=factors,
+            options=vp.HeadOptions(gradient="in_forward", impl=impl),
         )
         loss.backward(factors)
         if not is_right:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.truth.budget import assert_within_budget
 
 TOKENS, COLUMNS, WIDTH = 5, 24, 8
@@ -86,7 +87,7 @@ def test_heads(impl_device):
         for as_passed in (lambda t: t, negative):
             leaves = [t.to(device).requires_grad_() for t in (hidden, weight)]
             given = {n: as_passed(t) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
-            loss = vp.linear_cross_entropy(*map(as_passed, leaves), as_passed(labels.to(device)), impl=impl, **given)
+            loss = flat.linear_cross_entropy(*map(as_passed, leaves), as_passed(labels.to(device)), impl=impl, **given)
             loss.backward(as_passed(factors.to(device)) if options else as_passed(torch.tensor(0.7, device=device)))
             gradients.append([loss.detach(), *(leaf.grad for leaf in leaves)])
         for plain, of_negative in zip(*gradients, strict=True):
@@ -95,7 +96,7 @@ def test_heads(impl_device):
     leaves[0].grad = None
     for _ in range(2):
         with pytest.raises(ValueError, match="^main_grad: must hold its own numbers"):
-            vp.linear_cross_entropy(*leaves, labels.to(device), main_grad=main_grad, impl=impl)
+            vp.linear_cross_entropy(*leaves, labels.to(device), main_grad=main_grad, options=vp.HeadOptions(impl=impl))
 
 
 def test_the_second_step_of_the_pair_refuses_what_it_would_write(impl_device):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.packed import LAYOUTS, Packed, held
 from tests.support.ranks.in_turn import in_turn
@@ -127,7 +128,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_sequences(impl_device, is_head)
     is_kept = torch.tensor([0, 1, 4, 5, 6, 8])
     given = (hidden, weight) if is_head else (logits,)
     given = tuple(tensor.to(device).requires_grad_() for tensor in given)
-    function = vp.linear_cross_entropy if is_head else vp.vocab_parallel_cross_entropy
+    function = flat.linear_cross_entropy if is_head else vp.vocab_parallel_cross_entropy
 
     labels = vp.next_labels(ids.to(device), cu_seqlens=bounds.to(device))
     loss = function(*given, labels, impl=impl)

@@ -1,5 +1,6 @@
 """The custom operators that compiled calls use."""
 
+import dataclasses
 import enum
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.support.cases.logits import METRICS
 from vocab_parallel_ce.compile import Traced, constants_of
 from vocab_parallel_ce.losses.base import LOSSES
 from vocab_parallel_ce.losses.labels import LABELS, LabelLoss
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HeadOptions, Settings
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs
 
@@ -43,8 +44,8 @@ def targets_for(name, labels):
     return "labels", targets, targets
 
 
-def constants_for(loss, settings, **head):
-    return Traced([], None, None, LOSSES[loss], None, settings, **head).constants()
+def constants_for(loss, settings, **others):
+    return Traced([], None, None, LOSSES[loss], None, settings, **others).constants()
 
 
 @pytest.mark.reference
@@ -71,12 +72,12 @@ def test_the_operators_are_what_they_declare(name):
     if of_head is None:
         return
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
-        settings, head = settings._replace(gradient=gradient), HeadSettings(chunk_size=4)
-        constants = constants_for(loss, settings, wanted=(True, True, False), head=head)
+        settings = settings._replace(gradient=gradient, head=HeadOptions(chunk_size=4))
+        constants = constants_for(loss, settings, wanted=(True, True, False))
         opcheck(ops.loss_of_head, (x.leaves(), of_head, divisor, *constants))
     stats = [t.detach() for t in ops.loss_of_head(x.leaves(), of_head, divisor, *constants)[n:]]
     given = [[t.detach() for t in x.leaves()], of_head, divisor]
-    constants = constants_for(loss, settings, wanted=(True, False, False), head=head)
+    constants = constants_for(loss, settings, wanted=(True, False, False))
     opcheck(ops.loss_of_head_gradient, (stats, grads, *given, *constants))
 
 
@@ -84,16 +85,16 @@ def test_the_operators_are_what_they_declare(name):
 def test_constants_keep_their_values_and_types():
     numbers = {"label_smoothing": 1, "z_loss": -0.0, "softcap": 1e-300, "logit_scale": np.float32(0.1)}
     shard, name = VocabShard(0, np.int64(48), 47), enum.Enum("Names", {"SUM": "sum"}, type=str).SUM
-    settings = Settings(ignore_index=-(2**40), outputs=["lse"], reduction=name, vocab_size=shard, **numbers)
-    head = HeadSettings(valid_tokens=True, logits_dtype=torch.float32)
-    text, chunk_size = constants_for("labels", settings, autocast=torch.bfloat16, head=head)
+    head = HeadOptions(valid_tokens=np.int64(3), logits_dtype=torch.float32, gradient="in_backward", check_labels=True)
+    settings = Settings(ignore_index=-(2**40), outputs=["lse"], reduction=name, vocab_size=shard, head=head, **numbers)
+    text, chunk_size = constants_for("labels", settings, autocast=torch.bfloat16)
     found = constants_of(text)
     expected = settings._replace(outputs=("lse",), reduction="sum", vocab_size=VocabShard(0, 48, 47))
-    expected = expected._replace(logit_scale=float(np.float32(0.1)))
-    assert repr(found) == repr((LABELS, None, expected, torch.bfloat16, (True,), head)) and chunk_size is None
+    expected = expected._replace(logit_scale=float(np.float32(0.1)), head=dataclasses.replace(head, valid_tokens=3))
+    assert repr(found) == repr((LABELS, None, expected, torch.bfloat16, (True,))) and chunk_size is None
     for size, tokens in ((5, 5), ("1KB", None)):
-        text, chunk_size = constants_for("labels", settings, head=HeadSettings(chunk_size=size))
-        assert (chunk_size, constants_of(text)[-1].chunk_size) == (tokens, size if tokens is None else "auto")
+        text, chunk_size = constants_for("labels", settings._replace(head=HeadOptions(chunk_size=size)))
+        assert (chunk_size, constants_of(text)[2].head.chunk_size) == (tokens, size if tokens is None else "auto")
 
 
 @pytest.mark.reference

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.pairs import covering
 
 TOKENS, WIDTH, COLUMNS = 4, 5, 12
@@ -39,9 +40,9 @@ OF_LOGITS = {
     "known tokens": lambda z, y, **k: vp.distillation_loss(z, known(y), **k),
 }
 OF_HEADS = {
-    "linear": lambda h, y, **k: vp.linear_cross_entropy(h, head(h), y, **k),
-    "linear log-probs": lambda h, y, **k: vp.linear_token_log_probs(h, head(h), y, **k).sum(),
-    "linear divergence": lambda h, y, **k: vp.linear_distillation_loss(
+    "linear": lambda h, y, **k: flat.linear_cross_entropy(h, head(h), y, **k),
+    "linear log-probs": lambda h, y, **k: flat.linear_token_log_probs(h, head(h), y, **k).sum(),
+    "linear divergence": lambda h, y, **k: flat.linear_distillation_loss(
         vp.Head(h, head(h)), vp.Head(h.detach() / 2, head(h)), **k
     ),
 }
@@ -95,7 +96,7 @@ def _with_optional(hidden, labels, impl):
     logits = hidden.detach() @ head(hidden).t()
     return {
         "head": (
-            lambda **given: vp.linear_cross_entropy(hidden, labels=labels, impl=impl, **given),
+            lambda **given: flat.linear_cross_entropy(hidden, labels=labels, impl=impl, **given),
             {
                 "weight": head(hidden),
                 "bias": x[:, 0].clone(),
@@ -104,17 +105,17 @@ def _with_optional(hidden, labels, impl):
             },
         ),
         "items": (
-            lambda **given: vp.linear_cross_entropy(hidden, head(hidden), labels, impl=impl, **given),
+            lambda **given: flat.linear_cross_entropy(hidden, head(hidden), labels, impl=impl, **given),
             {"num_items": torch.tensor(4.0)},
         ),
         "factors": (
-            lambda **given: vp.linear_cross_entropy(
+            lambda **given: flat.linear_cross_entropy(
                 hidden, head(hidden), labels, reduction="none", gradient="in_forward", impl=impl, **given
             ),
             {"expected_grad_output": ones},
         ),
         "objective": (
-            lambda advantage, **given: vp.linear_objective(
+            lambda advantage, **given: flat.linear_objective(
                 hidden,
                 head(hidden),
                 labels,

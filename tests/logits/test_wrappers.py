@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.pairs import covering
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
@@ -74,14 +75,14 @@ IN_PLACE = {
 def of_module(hidden, weight, labels, impl, chunk_size):
     layer = nn.Linear(WIDTH, COLUMNS, bias=False, device="meta")
     layer.weight = weight
-    return vp.LinearCrossEntropy(layer, impl=impl, chunk_size=chunk_size)(hidden, labels)
+    return vp.LinearCrossEntropy(layer, options=vp.HeadOptions(impl=impl, chunk_size=chunk_size))(hidden, labels)
 
 
 OVER_HEADS = {
-    "auto": vp.linear_cross_entropy,
-    "in_backward": partial(vp.linear_cross_entropy, gradient="in_backward"),
+    "auto": flat.linear_cross_entropy,
+    "in_backward": partial(flat.linear_cross_entropy, gradient="in_backward"),
     "module": of_module,
-    "log_probs": vp.linear_token_log_probs,
+    "log_probs": flat.linear_token_log_probs,
 }
 LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
 HOOKED_CASES = covering(wrapper=SIMPLE, other=OTHERS, loss=LOSSES)
@@ -133,7 +134,7 @@ class Call:
         logits = oracle.at_least_fp32(x @ weight.t() if self.is_linear else x)
         is_none = self.function in (OVER_LOGITS["log_probs"], OVER_LOGITS["te, none"], OVER_HEADS["log_probs"])
         losses = oracle.values(logits, labels, reduction="none" if is_none else "mean")
-        return losses.log_probs if self.function in (vp.token_log_probs, vp.linear_token_log_probs) else losses.loss
+        return losses.log_probs if self.function in (vp.token_log_probs, flat.linear_token_log_probs) else losses.loss
 
 
 def result_of(impl_device, wrapper, other, function, is_linear=False):

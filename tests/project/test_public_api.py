@@ -14,40 +14,29 @@ from tests.docs.markdown import PAGES
 from tests.support.cases.linear import COLUMNS, WIDTH, projection
 from tests.support.cases.logits import EVERY
 from tests.support.host.fresh import fresh_python
-from vocab_parallel_ce import checks, integrations
+from vocab_parallel_ce import integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HeadOptions, Settings
 
-OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
-OF_BOTH |= {"check_labels": "auto", "vocab_size": None, "outputs": ()}
+OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "vocab_size": None, "outputs": ()}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
-OF_THE_LOSS |= {"class_weight": None, "gradient": "auto"}
+OF_THE_LOSS |= {"class_weight": None}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "threshold": None}
-OF_HEADS = {"bias": None, "sequence_parallel": False, "chunk_size": "auto", "logits_dtype": None}
-OF_HEADS |= {"keep_logits": "none"}
-OF_HEADS |= {"main_grad": None, "reduce_hidden_grad": True, "valid_tokens": None}
+OVER_LOGITS = {"gradient": "auto", "impl": "auto", "check_labels": "auto"}
+OF_HEADS = {"bias": None, "main_grad": None, "options": None}
 OF_OBJECTIVES = {"tokens": None, "reduction": "mean", "num_items": None, "check_objective": True}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
-OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
-OF_DISTILLATION |= {"impl": "auto", "check_labels": "auto", "vocab_size": None}
+OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "vocab_size": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 OF_LEAVES = {"group": None, "vocab_size": None, "temperature": 1.0}
 SIGNATURES = [
-    (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
-    (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
+    (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS | OVER_LOGITS),
+    (package.token_log_probs, LOGITS, OF_LOG_PROBS | OVER_LOGITS),
     (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"expected_grad_output": None}),
-    (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
-    (package.distillation_loss, ["student_logits", "teacher"], OF_DISTILLATION),
-    (
-        package.linear_objective,
-        [*LINEAR, "objective"],
-        {**OF_LOG_PROBS, **{n: v for n, v in OF_HEADS.items() if n != "keep_logits"}, **OF_OBJECTIVES},
-    ),
-    (
-        package.linear_distillation_loss,
-        ["student", "teacher"],
-        {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "reduce_hidden_grad": True},
-    ),
+    (package.linear_token_log_probs, LINEAR, OF_LOG_PROBS | OF_HEADS),
+    (package.distillation_loss, ["student_logits", "teacher"], OF_DISTILLATION | OVER_LOGITS),
+    (package.linear_objective, [*LINEAR, "objective"], OF_LOG_PROBS | OF_HEADS | OF_OBJECTIVES),
+    (package.linear_distillation_loss, ["student", "teacher"], {**OF_DISTILLATION, "options": None}),
     (
         package.sampling_threshold,
         ["logits"],
@@ -86,62 +75,63 @@ def test_the_fields_of_the_records():
 def test_the_modules_take_the_options_of_the_functions():
     """All except the number of items, which changes from step to step and comes with the logits."""
     expected = {name: value for name, value in OF_THE_LOSS.items() if name != "num_items"}
-    assert _defaults(package.VocabParallelCrossEntropy) == expected
+    assert _defaults(package.VocabParallelCrossEntropy) == expected | OVER_LOGITS
     own = {"head": None, "in_features": None, "columns": None, "bias": False}
     expected |= {**OF_HEADS, "expected_grad_output": None, **own}
     assert _defaults(package.LinearCrossEntropy) == expected
 
 
 TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
-DERIVED = {"n_ids", "negated"}  # from labels, a teacher, or the function
+DERIVED = {"n_ids", "negated", "head"}  # from labels, a teacher, the function, or its options
 OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
-ABSENT = {  # fields of Settings and HeadSettings that a function has no parameter for
+ABSENT = {  # fields of Settings that a function has no parameter for
     package.vocab_parallel_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},
     package.token_log_probs: {"label_smoothing", "z_loss", "reduction", *OF_DISTILLATION_ALONE},
-    package.linear_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},
-    package.linear_token_log_probs: {"label_smoothing", "z_loss", "reduction", "gradient", *OF_DISTILLATION_ALONE},
     package.distillation_loss: {"label_smoothing", "z_loss", "softcap", "logit_scale", "outputs"},
 }
-ABSENT[package.linear_distillation_loss] = ABSENT[package.distillation_loss] | {"sequence_parallel"}
-ABSENT[package.linear_distillation_loss] |= {"valid_tokens", "logits_dtype"}
+ABSENT[package.linear_cross_entropy] = ABSENT[package.vocab_parallel_cross_entropy] | OVER_LOGITS.keys()
+ABSENT[package.linear_token_log_probs] = ABSENT[package.token_log_probs] | OVER_LOGITS.keys()
+ABSENT[package.linear_distillation_loss] = ABSENT[package.distillation_loss] | OVER_LOGITS.keys()
 
 
 @pytest.mark.parametrize("function", ABSENT)
 def test_each_setting_is_a_parameter_with_its_default(function):
     """Of every function that has a use for it. An option that is added is in all of them, or named above."""
-    settings = Settings._field_defaults | (HeadSettings._field_defaults if "linear" in function.__name__ else {})
+    settings = Settings._field_defaults
     found = {name: value for name, value in _defaults(function).items() if name in settings}
     assert settings.keys() - DERIVED - found.keys() == ABSENT[function]
     assert found == {name: settings[name] for name in found}
 
 
+SET = {"ignore_index": 3, "label_smoothing": 0.5, "z_loss": 0.25, "softcap": 9.0, "logit_scale": 0.75}
+SET |= {"temperature": 2.0, "divergence": "js", "beta": 0.125, "hard_weight": 0.0, "outputs": ("lse",)}
+SET |= {"reduction": "sum", "gradient": "in_backward", "impl": "reference", "check_labels": True, "vocab_size": 2}
+
+
 @pytest.mark.parametrize("function", ABSENT)
 def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, function):
     """One that is forgotten, or passed on as another, would be ignored without an error."""
-    made, module = {}, importlib.import_module(function.__module__)
+    made, module, is_head = [], importlib.import_module(function.__module__), "linear" in function.__name__
 
-    def kept(record):
-        return lambda *values, **named: made.update(record(*values, **named)._asdict()) or record(*values, **named)
-
-    def stop(*args, **kwargs):
+    def stop(*arguments, **keywords):
+        made.extend(each for each in arguments if isinstance(each, Settings))
         raise InterruptedError
 
-    monkeypatch.setattr(module, "settings_of", kept(Settings))
-    monkeypatch.setattr(module, "HeadSettings", kept(HeadSettings), raising=False)
-    monkeypatch.setattr(module, "divided_by", lambda num_items, settings: settings)
-    monkeypatch.setattr(module, "run_head" if "linear" in function.__name__ else "run_logits", stop)
-    monkeypatch.setattr(checks, "check_choice", lambda *args: None)
-    monkeypatch.setattr(checks, "check_integer", lambda *args: None)
-    valid = {"outputs": ("lse",), "temperature": 2.0, "hard_weight": 0.0}
-    names = [name for name in _defaults(function) if name in Settings._fields + HeadSettings._fields]
-    given = {name: valid.get(name, object()) for name in names}
+    monkeypatch.setattr(module, "run_head" if is_head else "run_logits", stop)
+    given = {name: SET[name] for name in _defaults(function) if name in Settings._fields}
+    expected = dict(given)
+    if is_head:
+        of_head = {name: SET[name] for name in OVER_LOGITS}
+        options = HeadOptions(chunk_size=4, **of_head)
+        given["options"], expected = options, expected | of_head | {"head": options}
     hidden = torch.zeros(2, 3)
     tensors = [hidden, hidden, torch.zeros(2, dtype=torch.int64)][-len(TENSORS[function]) :]
     if function is package.linear_distillation_loss:
         tensors = [package.Head(hidden, hidden)] * 2
     with pytest.raises(InterruptedError):
         function(*tensors, **given)
-    assert {name: made[name] for name in names} == given
+    (settings,) = made
+    assert {name: getattr(settings, name) for name in expected} == expected
 
 
 def test_completion_offers_public_names_alone():
@@ -175,13 +165,14 @@ def test_the_module_shows_its_options():
     """Only those that are not the defaults, so that they are seen."""
     options = {"label_smoothing": 0.1, "ignore_index": 3, "reduction": "mean", "z_loss": 0.0, "softcap": 30}
     module = package.VocabParallelCrossEntropy(class_weight=torch.ones(5), **options)
-    shown = "1 rank, ignore_index=3, label_smoothing=0.1, softcap=30, class_weight=(5,)"
+    shown = "1 rank, class_weight=(5,), ignore_index=3, label_smoothing=0.1, softcap=30"
     assert repr(module) == f"VocabParallelCrossEntropy({shown})"
     module.label_smoothing = 0.0
     assert "label_smoothing" not in repr(module)
     owner = torch.nn.ModuleList([torch.nn.Linear(4, 7)])
-    module = package.LinearCrossEntropy(owner[0], chunk_size=8, valid_tokens=2)
-    assert repr(module) == "LinearCrossEntropy(1 rank, weight=(7, 4), chunk_size=8, valid_tokens=2)"
+    module = package.LinearCrossEntropy(owner[0], options=HeadOptions(chunk_size=8, valid_tokens=2))
+    shown = "1 rank, weight=(7, 4), options=HeadOptions(chunk_size=8, valid_tokens=2)"
+    assert repr(module) == f"LinearCrossEntropy({shown})"
 
 
 @pytest.mark.quick

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.ranks.collectives import error_of, messages_of
 from tests.support.ranks.pools import device_of, in_ranks, subgroups
 from tests.support.truth.budget import assert_within_budget
@@ -119,13 +120,13 @@ def _before_heads(rank, group):
     module = nn.Linear(WIDTH, len(shard), bias=False, device=device)
     module.weight.data.copy_(shard)
     heads = {
-        "loss": lambda h, **o: vp.linear_cross_entropy(h, shard, labels, group=group, **o),
-        "log-probs": lambda h, **o: -vp.linear_token_log_probs(h, shard, labels, group=group, **o).sum(),
-        "objective": lambda h, **o: vp.linear_objective(h, shard, labels, lambda lp: -lp, group=group, **o),
-        "distillation": lambda h, **o: vp.linear_distillation_loss(
+        "loss": lambda h, **o: flat.linear_cross_entropy(h, shard, labels, group=group, **o),
+        "log-probs": lambda h, **o: -flat.linear_token_log_probs(h, shard, labels, group=group, **o).sum(),
+        "objective": lambda h, **o: flat.linear_objective(h, shard, labels, lambda lp: -lp, group=group, **o),
+        "distillation": lambda h, **o: flat.linear_distillation_loss(
             vp.Head(h, shard), vp.Head(hidden, shard), labels=labels, hard_weight=0.5, group=group, **o
         ),
-        "module": lambda h, **o: vp.LinearCrossEntropy(module, group=group, **o)(h, labels),
+        "module": lambda h, **o: flat.LinearCrossEntropy(module, group=group, **o)(h, labels),
     }
     attempts = {
         f"{head}, {copy}, {view}": lambda f=function, c=copied, v=seen: f(v(c(leaf, group)))
@@ -135,7 +136,7 @@ def _before_heads(rank, group):
     }
     part = vp.copy_to_ranks(leaf.chunk(n_ranks)[0], group)
     parts = {"sequence_parallel": True, "group": group}
-    attempts["sequence parallelism"] = lambda: vp.linear_cross_entropy(
+    attempts["sequence parallelism"] = lambda: flat.linear_cross_entropy(
         part, shard, labels.new_zeros(n_ranks * len(part)), **parts
     )
     own = subgroups(*((r,) for r in range(n_ranks)))[rank]  # as data parallelism: other ranks

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.cases.flat import LinearCrossEntropy, linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import (
     TWO_WAYS,
@@ -25,7 +26,6 @@ from tests.support.ranks.collectives import assert_refused, messages_of
 from tests.support.ranks.linear import ROWS
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, subgroups
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 in_two_ranks = in_ranks((2,), (), (2,))
 COLUMNS = 21  # uneven over 2 ranks and over 4

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.cases import linear
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX, grad_output_layouts
 from tests.support.cases.logits import grads_of_every_output
 from tests.support.cases.weights import weights
@@ -14,7 +15,7 @@ from tests.support.ranks import linear as sizes
 from tests.support.ranks.case import Case, check, chunked, distributed, even, run
 from tests.support.ranks.collectives import assert_refused, messages_of
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import VocabShard, linear_cross_entropy
+from vocab_parallel_ce import VocabShard
 
 
 def made(world, kind="some_ignored", rows=sizes.ROWS, **settings):

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import device_of, in_several_ranks
-from vocab_parallel_ce import VocabShard, linear_token_log_probs, logits_at, vocab_parallel_cross_entropy
+from vocab_parallel_ce import HeadOptions, VocabShard, linear_token_log_probs, logits_at, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 COLUMNS, TOKENS = 21, 6
@@ -141,7 +141,7 @@ def test_a_kept_set_over_logits_and_in_a_head(impl_device):
         return of_sampler(logits_at(h @ w.t(), ids), ids, y)
 
     def in_a_head(h, w, ids, y):
-        log_probs = linear_token_log_probs(h, w, ids, ignore_index=-1, impl=impl, chunk_size=4)
+        log_probs = linear_token_log_probs(h, w, ids, ignore_index=-1, options=HeadOptions(impl=impl, chunk_size=4))
         return of_sampler(log_probs.masked_fill(ids == -1, -INF), ids, y)
 
     right = gradients(truth, torch.float64, "cpu")

@@ -35,7 +35,9 @@ def _with_mesh_and_group(rank, group, impl):
     functions = {
         "loss": lambda group: package.vocab_parallel_cross_entropy(logits, labels, group=group, impl=impl),
         "log-probs": lambda group: package.token_log_probs(logits, labels, group=group, outputs=("lse", "entropy")),
-        "head": lambda group: package.linear_cross_entropy(hidden, weight, labels, group=group, impl=impl),
+        "head": lambda group: package.linear_cross_entropy(
+            hidden, weight, labels, group=group, options=package.HeadOptions(impl=impl)
+        ),
         "head, log-probs": lambda group: package.linear_token_log_probs(hidden, weight, labels, group=group),
         "distillation": lambda group: package.distillation_loss(logits, logits * 2, group=group),
         "heads": lambda group: package.linear_distillation_loss(*heads, group=group),

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.logits import flat_outputs
 from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import device_of, in_four_ranks, in_two_ranks
@@ -75,29 +76,29 @@ def _over_heads(m, columns, **on):
         return lambda h, w, b: function(h, w, bias=b, **{"labels": m["labels"], **more}, **on)
 
     def distil(teacher, **more):
-        return lambda h, w, b: vp.linear_distillation_loss(vp.Head(h, w, b), teacher, **more, **on)
+        return lambda h, w, b: flat.linear_distillation_loss(vp.Head(h, w, b), teacher, **more, **on)
 
     def module(h, w, b):
         with warnings.catch_warnings():  # PyTorch's, of a weight without elements
             warnings.simplefilter("ignore")
-            own = vp.LinearCrossEntropy(in_features=WIDTH, columns=len(w), bias=True, reduction="sum", **on)
+            own = flat.LinearCrossEntropy(in_features=WIDTH, columns=len(w), bias=True, reduction="sum", **on)
         return torch.func.functional_call(own, {"linear.weight": w, "linear.bias": b}, (h, m["labels"]))
 
     return {
-        "mean": linear(vp.linear_cross_entropy, chunk_size=2),
+        "mean": linear(flat.linear_cross_entropy, chunk_size=2),
         "every option": linear(
-            vp.linear_cross_entropy, label_smoothing=0.1, z_loss=0.1, softcap=3.0, class_weight=m["weights"]
+            flat.linear_cross_entropy, label_smoothing=0.1, z_loss=0.1, softcap=3.0, class_weight=m["weights"]
         ),
         "weights of columns": linear(
-            vp.linear_cross_entropy, class_weight=m["weights"][columns], reduction="none", keep_logits="all"
+            flat.linear_cross_entropy, class_weight=m["weights"][columns], reduction="none", keep_logits="all"
         ),
         "module": module,
         "log-probabilities": linear(
-            vp.linear_token_log_probs,
+            flat.linear_token_log_probs,
             outputs=("entropy", "lse", "sum_sq_probs", "predictions"),
             temperature=m["temperature"],
         ),
-        "given ids": linear(vp.linear_token_log_probs, labels=m["ids"]),
+        "given ids": linear(flat.linear_token_log_probs, labels=m["ids"]),
         "teacher": distil(head, labels=m["labels"], hard_weight=0.5),
         "teacher, js": distil(head, divergence="js"),
         "known tokens": distil(known),
@@ -211,7 +212,13 @@ def _of_dtensors(rank, group, impl, vocab_size):
     else:
         found = None
     loss = vp.linear_cross_entropy(
-        hidden, head[0], m["labels"], bias=head[1], group=group, vocab_size=vocab_size, impl=impl
+        hidden,
+        head[0],
+        m["labels"],
+        bias=head[1],
+        group=group,
+        vocab_size=vocab_size,
+        options=vp.HeadOptions(impl=impl),
     )
     loss.backward()
     return found, {"mean": ((loss,), [hidden.grad, *(part.grad.to_local() for part in head)])}
@@ -234,9 +241,9 @@ def _verified(rank, group, impl):
     te = (labels, 0.0, False, group, -100)
     attempts = {
         "logits": partial(vp.vocab_parallel_cross_entropy, part, labels, group=group, vocab_size=V, impl=impl),
-        "head": partial(vp.linear_cross_entropy, m["hidden"], weight, labels, group=group, vocab_size=V, impl=impl),
+        "head": partial(flat.linear_cross_entropy, m["hidden"], weight, labels, group=group, vocab_size=V, impl=impl),
         "no size": partial(vp.vocab_parallel_cross_entropy, part, labels, group=group, impl=impl),
-        "head, no size": partial(vp.linear_cross_entropy, m["hidden"], weight, labels, group=group, impl=impl),
+        "head, no size": partial(flat.linear_cross_entropy, m["hidden"], weight, labels, group=group, impl=impl),
         "TransformerEngine": partial(vp.parallel_cross_entropy, part, *te),
         "the pair": partial(vp.cross_entropy_forward, part.clone(), *te),
     }

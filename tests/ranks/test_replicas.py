@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import Results, assert_results, linear_fp64, linear_same_dtype, projection
 from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.linear import ROWS
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import linear_cross_entropy
 
 
 def _on_replicas(rank, group, impl, of_replicas, tp_dim):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.inputs import IGNORE_INDEX, NAN, batch, shard_of
 from tests.support.ranks.case import with_collectives
 from tests.support.ranks.collectives import error_of
@@ -64,14 +65,14 @@ def _check_loss(losses, n_ranks):
 def _linear_module(a):
     head = torch.nn.Linear(WIDTH, COLUMNS, bias=False, device=a.weight.device)
     head.weight = torch.nn.Parameter(a.weight.detach(), requires_grad=a.weight.requires_grad)
-    module = vp.LinearCrossEntropy(head, **a.given)
+    module = flat.LinearCrossEntropy(head, **a.given)
     if a.has_hook:
         head.register_forward_hook(lambda *_: None)
     return module(a.hidden, a.labels)
 
 
 def _linear(a, **options):
-    return vp.linear_cross_entropy(a.hidden, a.weight, a.labels, **options, **a.given)
+    return flat.linear_cross_entropy(a.hidden, a.weight, a.labels, **options, **a.given)
 
 
 FUNCTIONS = {
@@ -82,7 +83,7 @@ FUNCTIONS = {
     )[0],
     "linear": _linear,
     "linear in backward": lambda a: _linear(a, gradient="in_backward"),
-    "linear log-probs": lambda a: vp.linear_token_log_probs(a.hidden, a.weight, a.labels, **a.given).sum(),
+    "linear log-probs": lambda a: flat.linear_token_log_probs(a.hidden, a.weight, a.labels, **a.given).sum(),
     "linear module": _linear_module,
 }
 ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:3], list(FUNCTIONS)[3:]
@@ -287,7 +288,7 @@ def _different_calls(rank, group):
     few = partial(vp.distillation_loss, a.logits, known, group=group)
     js = partial(vp.distillation_loss, a.logits, divergence="js", group=group)
     heads = vp.Head(a.hidden.detach(), a.weight.detach())
-    head = partial(vp.linear_distillation_loss, heads, same, divergence="js", group=group)
+    head = partial(flat.linear_distillation_loss, heads, same, divergence="js", group=group)
     attempts = {
         "call": partial(FUNCTIONS["loss" if rank else "linear"], a),
         "function": whole if rank else partial(FUNCTIONS["loss"], a),

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 import vocab_parallel_ce as vp
 from tests.ranks.test_verify import COLUMNS, FUNCTIONS, Arguments, _all, _label, in_two_or_three_ranks
+from tests.support.cases import flat
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import in_ranks, subgroups
@@ -87,7 +88,7 @@ def _beside_a_head(rank, group):
     bias = torch.zeros(COLUMNS, device=a.hidden.device) if rank else None
     errors.append(error_of(loss, a.changed(options={"bias": bias})))
     student, teacher = vp.Head(a.hidden, a.weight), vp.Head(a.hidden.detach(), a.weight.detach(), bias)
-    errors.append(error_of(partial(vp.linear_distillation_loss, student, teacher, group=group)))
+    errors.append(error_of(partial(flat.linear_distillation_loss, student, teacher, group=group)))
     return errors
 
 

@@ -7,7 +7,8 @@ from torch.utils._pytree import tree_map
 
 from tests.refusals.logits import OUTPUTS, TEMPERATURES, WHEN_SET
 from tests.refusals.rows import EITHER, Row, Table, tensor
-from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
+from tests.support.cases.flat import LinearCrossEntropy, linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce import VocabShard
 
 UNITS = r"\(in B, KB, MB, GB, KiB, MiB, GiB\)"
 COLUMNS, WIDTH = 21, 8

@@ -3,7 +3,8 @@
 import torch
 
 from tests.refusals.rows import Row, Table, tensor
-from vocab_parallel_ce import linear_token_log_probs, logits_at, token_log_probs, vocab_parallel_cross_entropy
+from tests.support.cases.flat import linear_token_log_probs
+from vocab_parallel_ce import logits_at, token_log_probs, vocab_parallel_cross_entropy
 
 LOGITS, PROBABILITIES = torch.randn(2, 5), torch.rand(2, 5)
 A_TEACHER = (

@@ -7,7 +7,7 @@ import torch
 from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, a_call
 from tests.refusals.logits import TEMPERATURES
 from tests.refusals.rows import Row, Table, tensor
-from vocab_parallel_ce import linear_objective
+from tests.support.cases.flat import linear_objective
 
 IDS = torch.stack([LABELS, LABELS], -1)
 PARAMETER = torch.tensor(2.0, requires_grad=True)
@@ -76,7 +76,7 @@ OTHERS: list[Row] = [
     ({"num_items": "3"}, TypeError, "num_items: expected a number, got str"),
     ({"check_objective": 1}, TypeError, "check_objective: "),
     ({"outputs": ("rank",)}, ValueError, "outputs: "),
-    ({"gradient": "in_backward"}, TypeError, ".*gradient"),
+    ({"gradient": "in_backward"}, ValueError, "options.gradient: expected 'auto' or 'in_forward' .*got 'in_b"),
     ({"labels": IDS, "objective": "of each id"}, ValueError, r"objective: .* \(6,\) on cpu, got \(6, 2\) on cpu"),
     ({"labels": IDS, "objective": "mixed ids", "check_objective": True}, ValueError, "objective: .*mixes tokens"),
     ({"labels": IDS, "outputs": ("entropy",)}, ValueError, "labels: expected one per token with outputs or a"),

@@ -3,14 +3,8 @@
 import pytest
 import torch
 
-from vocab_parallel_ce import (
-    Head,
-    TopKTeacher,
-    distillation_loss,
-    linear_distillation_loss,
-    linear_token_log_probs,
-    token_log_probs,
-)
+from tests.support.cases.flat import linear_distillation_loss
+from vocab_parallel_ce import Head, TopKTeacher, distillation_loss, linear_token_log_probs, token_log_probs
 
 pytestmark = pytest.mark.reference
 

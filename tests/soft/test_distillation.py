@@ -7,19 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.cases.flat import linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.soft import Pair, divergences
 from tests.support.ranks.in_turn import in_turn
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import (
-    Head,
-    TopKTeacher,
-    VocabShard,
-    distillation_loss,
-    linear_distillation_loss,
-    vocab_parallel_cross_entropy,
-)
+from vocab_parallel_ce import Head, TopKTeacher, VocabShard, distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 NAN, INF = float("nan"), float("inf")

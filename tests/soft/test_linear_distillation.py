@@ -6,20 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.cases.flat import linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
 from tests.support.cases.pairs import covering
 from tests.support.cases.soft import divergences, topk_losses
 from tests.support.ranks.case import BOUNDS, assembled, even
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
-from vocab_parallel_ce import (
-    Head,
-    TopKTeacher,
-    VocabShard,
-    linear_distillation_loss,
-    verify_calls,
-    vocab_parallel_cross_entropy,
-)
+from vocab_parallel_ce import Head, TopKTeacher, VocabShard, verify_calls, vocab_parallel_cross_entropy
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
 NAMES = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "student_bias", "teacher_bias")

@@ -6,19 +6,14 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.cases.flat import linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.logits import broad_rows
 from tests.support.cases.pairs import covering
 from tests.support.cases.soft import Pair, topk_loss, topk_losses
 from tests.support.ranks.case import Case, check, run
 from tests.support.ranks.pools import in_ranks
-from vocab_parallel_ce import (
-    Head,
-    TopKTeacher,
-    distillation_loss,
-    linear_distillation_loss,
-    vocab_parallel_cross_entropy,
-)
+from vocab_parallel_ce import Head, TopKTeacher, distillation_loss, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS, K = 5, 43, 6

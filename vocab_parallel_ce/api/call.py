@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -29,8 +29,7 @@ from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.run import over_head
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.labels import Labels
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import COUNT, DIFFERENTIABLE, HEAD_FIELDS, HeadOptions, Settings
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import forward, over_logits
 from vocab_parallel_ce.spec import TokenOutputs
@@ -92,18 +91,6 @@ def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
 pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
-def label_targets(
-    labels: Tensor, temperature: Tensor | None, threshold: Tensor | None, outputs: Sequence[str]
-) -> Labels:
-    """Return the targets of log-probabilities of labels.
-
-    Raises ValueError if an output is asked for that excluded logits have not.
-    """
-    if threshold is not None and "mean_logit" in outputs:
-        raise ValueError("outputs: expected no 'mean_logit' with a threshold, which excludes logits, got both")
-    return Labels(labels, None, temperature, threshold)
-
-
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
     """Return the setting and the tensor: one that is a tensor is no setting."""
     return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
@@ -123,10 +110,27 @@ TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def signature_of(function: Callable[..., Any], settings: type | None) -> inspect.Signature:
+    """Return a function's signature, with ``settings`` and their defaults in the place of its ``**keywords``."""
+    signature = inspect.signature(function)
+    if settings is None:
+        return signature
+    *others, _ = signature.parameters.values()
+    hints, kind = settings.__annotations__, inspect.Parameter.KEYWORD_ONLY
+    named = [
+        inspect.Parameter(name, kind, default=default, annotation=hints[name].__forward_arg__)
+        for name, default in Settings._field_defaults.items()
+        if name in hints
+    ]
+    return signature.replace(parameters=[*others, *named])
+
+
 def public(
-    eager_if: Callable[[dict[str, Any]], bool] | None = None, *, verifies: bool = True
+    eager_if: Callable[[dict[str, Any]], bool] | None = None, settings: Any = None, *, verifies: bool = True
 ) -> Callable[[Function], Function]:
     """Decorate a public function: verified if verification is on, and eager if that is what its keywords ask for.
+
+    ``settings`` is the TypedDict of its ``**keywords``.
 
     ``torch.compile`` traces the function up to an operator of ``compile``. Where ``eager_if`` says so, under
     verification, and for DTensors that this PyTorch cannot trace, its graph breaks instead. ``verifies=False`` is for
@@ -134,12 +138,17 @@ def public(
     """
 
     def decorate(function: Function) -> Function:
-        takes_class_weight = {"class_weight", "weight"} & {*inspect.signature(function).parameters} == {"class_weight"}
+        signature = signature_of(function, settings)
+        known = frozenset(signature.parameters)
+        takes_class_weight = {"class_weight", "weight"} & known == {"class_weight"}
+
+        @functools.wraps(function)
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            raise unexpected(function, kwargs, known)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if verify.is_on and verifies:
-                return verify.verified(function, args, kwargs)
-            return function(*args, **kwargs)
+            called = function if known.issuperset(kwargs) else refuse
+            return verify.verified(called, args, kwargs) if verify.is_on and verifies else called(*args, **kwargs)
 
         # It imports the compiler: not before the first call that needs it.
         untraced_run = functools.cache(functools.partial(torch.compiler.disable, run))
@@ -166,11 +175,20 @@ def public(
                     torch._dynamo.graph_break(msg=why)  # with fullgraph=True the compiler raises this
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
-            return run(*args, **kwargs) if verify.is_on and verifies else function(*args, **kwargs)
+            is_usual = known.issuperset(kwargs) and not (verify.is_on and verifies)
+            return function(*args, **kwargs) if is_usual else run(*args, **kwargs)
 
+        call.__signature__ = signature  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def unexpected(called: Callable[..., Any], keywords: Iterable[str], known: Container[str]) -> TypeError:
+    """Return Python's error for keywords that are not ``known``, and say where the first one goes."""
+    name = next(each for each in keywords if each not in known)
+    remedy = f"; pass options=HeadOptions({name}=...)" if "options" in known and name in HEAD_FIELDS else ""
+    return TypeError(f"{called.__name__}() got an unexpected keyword argument {name!r}{remedy}")
 
 
 def overwrites(keywords: dict[str, Any]) -> bool:
@@ -178,9 +196,18 @@ def overwrites(keywords: dict[str, Any]) -> bool:
     return keywords.get("gradient") in ("in_forward", "in_backward")
 
 
-def keeps_logits(keywords: dict[str, Any]) -> bool:
-    """Return whether backward finds logits, which an operator would have to return."""
-    return keywords.get("keep_logits", "none") != "none"
+def needs_eager(keywords: dict[str, Any]) -> bool:
+    """Return whether a head's call has no operator, waits for the device, or its backward writes, warns or raises.
+
+    An operator would have to return the logits that are kept.
+    """
+    options, outputs = keywords.get("options"), keywords.get("outputs", ())
+    writes = keywords.get("main_grad") is not None or keywords.get("expected_grad_output") is not None
+    if type(options) is not HeadOptions:
+        return writes
+    is_named = options.gradient == "in_forward" and isinstance(outputs, tuple | list)
+    raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
+    return writes or raises or options.valid_tokens == COUNT or options.keep_logits != "none"
 
 
 def run_logits(
@@ -211,11 +238,9 @@ def run_logits(
         return TokenOutputs(*forward(call, walkable(logits), targets)[0])
 
 
-def run_objective(
-    loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings
-) -> tuple[Tensor, TokenOutputs]:
+def run_objective(loss: Loss, arguments: Arguments, settings: Settings) -> tuple[Tensor, TokenOutputs]:
     """Compute the reduced loss of an objective, and the outputs, which have no gradient."""
-    linear, local, targets = plan_linear_call(loss, arguments, settings, head)
+    linear, local, targets = plan_linear_call(loss, arguments, settings)
     if linear.head.needs_gradient:
         total, *outputs = over_head(*local, targets, linear)
         found = TokenOutputs(*outputs)
@@ -229,13 +254,13 @@ def run_objective(
     return total, found
 
 
-def run_head(loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+def run_head(loss: Loss, arguments: Arguments, settings: Settings) -> TokenOutputs:
     """Compute the outputs, those per token of their shape; under autograd if something needs a gradient."""
     if is_dynamo_compiling() or is_exporting():
         from vocab_parallel_ce.compile import linear_losses
 
-        return linear_losses(loss, arguments, settings, head)
-    linear, local, targets = plan_linear_call(loss, arguments, settings, head)
+        return linear_losses(loss, arguments, settings)
+    linear, local, targets = plan_linear_call(loss, arguments, settings)
     if linear.head.needs_gradient:
         return TokenOutputs(*over_head(*local, targets, linear))
     with torch.no_grad(), without_autocast(local.hidden.device):

@@ -6,13 +6,13 @@ gradient replaces the student's logits there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
-    keeps_logits,
+    needs_eager,
     overwrites,
     public,
     run_head,
@@ -21,30 +21,28 @@ from vocab_parallel_ce.api.call import (
 from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, loss_of_head, loss_of_logits
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
-from vocab_parallel_ce.options import HeadSettings, divided_by, settings_of
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.options import DivergenceSettings, HeadOptions, Takes, divided_by, head_settings, settings_of
 from vocab_parallel_ce.targets import Head
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@public(overwrites)
+HEADS: Takes = {"sequence_parallel": (False,), "logits_dtype": (None,), "valid_tokens": (None,)}
+
+
+@public(overwrites, DivergenceSettings)
 @checks.naming(logits="student_logits")
 def distillation_loss(
     student_logits: Tensor,
     teacher: Tensor | TopKTeacher,
     *,
     group: Any = None,
-    divergence: str = "forward",
-    beta: float = 0.5,
-    temperature: float = 1.0,
     labels: Tensor | None = None,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
     num_items: float | Tensor | None = None,
     gradient: str = "auto",
     impl: str = "auto",
     check_labels: bool | str = "auto",
-    vocab_size: int | VocabShard | None = None,
+    **keywords: Unpack[DivergenceSettings],
 ) -> Tensor:
     """Divergence of a student's distribution from a teacher's, over sharded logits of both.
 
@@ -98,26 +96,14 @@ def distillation_loss(
         >>> student.grad
         tensor([[-0.2311,  0.2311]])
     """
-    settings = settings_of(
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        hard_weight=hard_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-    )
+    settings = settings_of(gradient=gradient, impl=impl, check_labels=check_labels, **keywords)
     settings = divided_by(num_items, settings)
     if isinstance(teacher, TopKTeacher):
         return loss_of_logits(student_logits, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Tensor):
         raise TypeError(_no_teacher(teacher))
-    return run_logits(
-        DIVERGENCE, student_logits, Teacher(teacher, labels), settings, group=group, num_items=num_items
-    ).loss
+    targets = Teacher(teacher, labels)
+    return run_logits(DIVERGENCE, student_logits, targets, settings, group=group, num_items=num_items).loss
 
 
 def _no_teacher(teacher: object) -> str:
@@ -126,28 +112,17 @@ def _no_teacher(teacher: object) -> str:
     return f"teacher: expected logits or a TopKTeacher, got {type(teacher).__name__}{remedy}"
 
 
-@public(keeps_logits)
+@public(needs_eager, DivergenceSettings)
 @checks.naming(hidden="student.hidden", weight="student.weight", bias="student.bias")
 def linear_distillation_loss(
     student: Head,
     teacher: Head | TopKTeacher,
     *,
     group: Any = None,
-    divergence: str = "forward",
-    beta: float = 0.5,
-    temperature: float = 1.0,
     labels: Tensor | None = None,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    gradient: str = "auto",
-    impl: str = "auto",
-    check_labels: bool | str = "auto",
-    vocab_size: int | VocabShard | None = None,
-    chunk_size: int | str = "auto",
-    keep_logits: str = "none",
-    reduce_hidden_grad: bool = True,
+    options: HeadOptions | None = None,
+    **keywords: Unpack[DivergenceSettings],
 ) -> Tensor:
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
@@ -162,9 +137,9 @@ def linear_distillation_loss(
         student: a :class:`Head`: the tensors that :func:`linear_cross_entropy` takes.
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
-        gradient: as in :func:`linear_cross_entropy`. In compiled code a :class:`TopKTeacher` has ``"in_backward"``;
-            with fp16 ``"in_forward"`` raises.
-        chunk_size, keep_logits, reduce_hidden_grad: as in :func:`linear_cross_entropy`, of the student's logits.
+        options: a :class:`HeadOptions` of the student's logits, without ``sequence_parallel``, ``logits_dtype`` and
+            ``valid_tokens``. In compiled code a :class:`TopKTeacher` has ``gradient="in_backward"``; with fp16
+            ``"in_forward"`` raises.
         others: as in :func:`distillation_loss`.
 
     Returns:
@@ -185,25 +160,12 @@ def linear_distillation_loss(
         >>> student.weight.grad.shape
         torch.Size([4, 3])
     """
-    settings = settings_of(
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        hard_weight=hard_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-    )
-    settings = divided_by(num_items, settings)
-    head = HeadSettings(chunk_size=chunk_size, keep_logits=keep_logits, reduce_hidden_grad=reduce_hidden_grad)
+    settings = divided_by(num_items, head_settings(options, takes=HEADS, **keywords))
     if not isinstance(student, Head):
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
     if isinstance(teacher, TopKTeacher):
-        return loss_of_head(student, teacher, labels, settings, head, group, num_items)
+        return loss_of_head(student, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
     arguments = Arguments(student, TeacherHead(*teacher, labels), group, num_items)
-    return run_head(DIVERGENCE, arguments, settings, head).loss
+    return run_head(DIVERGENCE, arguments, settings).loss

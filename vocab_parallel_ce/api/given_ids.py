@@ -7,21 +7,46 @@ from typing import Any
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import run_head, run_logits
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.head.arguments import Arguments
+from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, Ids
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.targets import Head
 
 
-def are_given_ids(labels: Any, tokens: Any) -> bool:
-    """Return whether ``labels [..., k]`` are given ids of ``tokens``, logits or hidden states of as many dimensions."""
-    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
-        return False
-    return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
+def ids_or_labels(labels: Any, tokens: Any) -> dict[str, Any]:
+    """Return the settings of log-probabilities of labels, or of given ids ``[..., k]``.
+
+    ``tokens`` are logits or hidden states, of as many dimensions as given ids.
+    """
+    if isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.dtype in checks.LABEL_DTYPES:
+        if labels.dim() == tokens.dim() > 1:
+            return {"negated": False, "n_ids": labels.shape[-1]}
+    return {"negated": True}
+
+
+def loss_and_targets(
+    labels: Tensor,
+    tokens: Tensor,
+    weight: Tensor | None,
+    settings: Settings,
+    temperature: Tensor | None,
+    threshold: Tensor | None,
+    group: Any,
+) -> tuple[Loss, Any]:
+    """Return the loss of :func:`ids_or_labels` and its targets. ``weight`` is that of a head.
+
+    Raises ValueError if excluded logits or given ids come with an output that they have not.
+    """
+    if not settings.negated:
+        n_columns = tokens.shape[-1] * group_position(group)[1] if weight is None else rows_of_all(weight, group)
+        check_given_ids(labels, tokens, n_columns, settings, threshold, group)
+        return GIVEN_IDS, Ids(labels, temperature)
+    if threshold is not None and "mean_logit" in settings.outputs:
+        raise ValueError("outputs: expected no 'mean_logit' with a threshold, which excludes logits, got both")
+    return LABELS, Labels(labels, None, temperature, threshold)
 
 
 def rows_of_all(weight: Any, group: Any) -> int:
@@ -58,23 +83,3 @@ def check_given_ids(
             f"labels: expected another number of given ids per token than of columns, got {k} for {vocab_size} "
             f"columns on {n_ranks} ranks; {checks.NOT_ONE_HOT}"
         )
-
-
-def log_probs_at(logits: Tensor, targets: Ids, settings: Settings, *, group: Any) -> Tensor:
-    """Return ``[..., k]`` log-probabilities at ``targets.ids``."""
-    settings = settings._replace(n_ids=targets.ids.shape[-1])
-    return run_logits(GIVEN_IDS, logits, targets, settings, group=group).loss
-
-
-def head_log_probs_at(
-    tensors: Head,
-    targets: Ids,
-    settings: Settings,
-    head: HeadSettings,
-    *,
-    group: Any,
-    main_grad: Tensor | None = None,
-) -> Tensor:
-    """Return the same of the logits of a head."""
-    settings = settings._replace(n_ids=targets.ids.shape[-1])
-    return run_head(GIVEN_IDS, Arguments(tensors, targets, group, None, main_grad), settings, head).loss

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,40 +10,32 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
-    label_targets,
     overwrites,
     public,
     record_of,
     run_logits,
     split_temperature,
 )
-from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, log_probs_at
-from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.losses.given_ids import Ids
+from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import checked_outputs, divided_by, settings_of
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.options import LogProbSettings, LossSettings, divided_by, settings_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-@public(overwrites)
+@public(overwrites, LossSettings)
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
     group: Any = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
-    outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
     check_labels: bool | str = "auto",
-    vocab_size: int | VocabShard | None = None,
+    **keywords: Unpack[LossSettings],
 ) -> TensorOrOutputs:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
@@ -127,41 +118,25 @@ def vocab_parallel_cross_entropy(
         tensor([[-0.2130,  0.1065,  0.1065],
                 [ 0.0000,  0.0000,  0.0000]])
     """
-    settings = settings_of(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        outputs=outputs if type(outputs) is tuple and not outputs else checked_outputs(outputs),
-    )
+    settings = settings_of(gradient=gradient, impl=impl, check_labels=check_labels, **keywords)
     if num_items is not None:
         settings = divided_by(num_items, settings)
     losses = run_logits(LABELS, logits, Labels(labels, class_weight), settings, group=group, num_items=num_items)
     return record_of("loss", losses, settings) if settings.outputs else losses.loss
 
 
-@public(overwrites)
+@public(overwrites, LogProbSettings)
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
     *,
     group: Any = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
-    outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
     check_labels: bool | str = "auto",
-    vocab_size: int | VocabShard | None = None,
+    **keywords: Unpack[LogProbSettings],
 ) -> TensorOrOutputs:
     """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
 
@@ -211,29 +186,13 @@ def token_log_probs(
         >>> found.entropy
         tensor([1.3863, 1.3863])
     """
-    requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
-    has_ids = are_given_ids(labels, logits)
-    settings = settings_of(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=number,
-        negated=not has_ids,
-        reduction="none",
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        outputs=requested,
-    )
-    checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    if has_ids:
-        n_columns = logits.shape[-1] * group_position(group)[1]
-        check_given_ids(labels, logits, n_columns, settings, threshold, group)
-        return log_probs_at(logits, Ids(labels, tensor), settings, group=group)
-    targets = label_targets(labels, tensor, threshold, requested)
-    losses = run_logits(LABELS, logits, targets, settings, group=group)
-    return record_of("log_probs", losses, settings) if requested else losses.loss
+    number, tensor = split_temperature(temperature)
+    derived = {"temperature": number, "reduction": "none", **ids_or_labels(labels, logits)}
+    settings = settings_of(gradient=gradient, impl=impl, check_labels=check_labels, **keywords, **derived)
+    checks.check_choice("gradient", gradient, ("auto", "in_backward", "out_of_place"))
+    loss, targets = loss_and_targets(labels, logits, None, settings, tensor, threshold, group)
+    losses = run_logits(loss, logits, targets, settings, group=group)
+    return record_of("log_probs", losses, settings) if settings.outputs else losses.loss
 
 
 def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:

@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import TensorOrOutputs, public
+from vocab_parallel_ce.api.call import TensorOrOutputs, public, unexpected
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.collectives import NamedGroup, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
-from vocab_parallel_ce.head.settings import check_head_settings
-from vocab_parallel_ce.options import HeadSettings, Settings, check_settings, checked_outputs
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.head.arguments import check_gradient
+from vocab_parallel_ce.options import Settings, check_settings, head_settings, settings_of
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
-
-
-def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function's options with their defaults, except of what each call of a module takes anew."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")}
-
-
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
-
-
-def _by_name(init: Constructor) -> Constructor:
-    """Decorate a constructor: an error names what PyTorch's modules take by position, or by another name."""
-    takes_head = "head" in inspect.signature(init).parameters
-
-    @functools.wraps(init)
-    def checked(self: nn.Module, *args: Any, **options: Any) -> None:
-        if "weight" in options:
-            raise TypeError(checks.NOT_WEIGHT)
-        if len(args) > takes_head:
-            expected, names = "keywords alone", "options by name, as class_weight="
-            if takes_head:
-                sizes = args if all(isinstance(each, int) for each in args) else ("D", "C")
-                shown = ", ".join(f"{n}={v}" for n, v in zip(("in_features", "columns", "bias"), sizes, strict=False))
-                expected, names = "a head, or keywords alone", f"{shown} and options by name"
-            raise TypeError(f"{type(self).__name__}: expected {expected}, got {len(args)} arguments; pass {names}")
-        init(self, *args, **options)
-
-    return checked  # type: ignore[return-value]
 
 
 class _LossModule(nn.Module):
     """A loss whose options are attributes; each call takes and checks them as they are then."""
 
     defaults: ClassVar[dict[str, Any]]  # of the options
+    __signature__: ClassVar[inspect.Signature]
     group: Any
 
-    def _set_options(self, arguments: dict[str, Any]) -> None:
-        """Check the options among the arguments of a new module, and make them attributes."""
-        options = {name: arguments[name] for name in self.defaults}
+    def __init_subclass__(cls, function: Callable[..., Any] | None = None) -> None:
+        """Take the options of ``function``, except what each call of a module takes anew."""
+        super().__init_subclass__()
+        if function is None:
+            return
+        parameters = inspect.signature(function).parameters.values()
+        options = [p for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")]
+        _, *others = inspect.signature(cls.__init__).parameters.values()
+        others = [p for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        cls.defaults = {p.name: p.default for p in options}
+        cls.__signature__ = inspect.Signature([*others, *options])
+
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        """Check the options, and make them attributes."""
+        super().__init__()
+        if positional:
+            got = f"{len(positional)} arguments; pass options by name, as class_weight="
+            raise TypeError(f"{type(self).__name__}: expected keywords alone, got {got}")
+        if "weight" in options:
+            raise TypeError(checks.NOT_WEIGHT)
+        if not options.keys() <= self.defaults.keys():
+            raise unexpected(type(self), options, self.defaults)
+        options = self.defaults | options
+        values = {name: value for name, value in options.items() if name in Settings._fields}
         class_weight = options.pop("class_weight")
         if class_weight is not None:
             checks.expect("class_weight", class_weight)
@@ -72,9 +62,12 @@ class _LossModule(nn.Module):
         options["group"] = process_group_of(options["group"])
         for name, value in options.items():
             setattr(self, name, value)
-        settings = {name: options[name] for name in Settings._fields if name in options}
-        settings["outputs"] = checked_outputs(options["outputs"])
-        check_settings(Settings(**settings), group_position(options["group"])[1])
+        if "options" in options:
+            settings = head_settings(options["options"], **values)
+            check_gradient(settings, knows_grad_output=options["expected_grad_output"] is not None)
+        else:
+            settings = settings_of(**values)
+        check_settings(settings, group_position(options["group"])[1])
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.defaults}
@@ -97,11 +90,12 @@ class _LossModule(nn.Module):
         super().__setstate__({**state, "group": None if group is None else group.resolve()})
 
 
-class VocabParallelCrossEntropy(_LossModule):
+class VocabParallelCrossEntropy(_LossModule, function=vocab_parallel_cross_entropy):
     """:func:`vocab_parallel_cross_entropy` with its options fixed; it has no parameters.
 
-    The options are checked, and are attributes: each call takes them as they are then.
-    ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
+    It takes the keywords of the function's signature, except ``num_items``. They are checked, and are attributes:
+    each call takes them as they are then. ``class_weight`` is a buffer, as ``weight`` is of
+    ``torch.nn.CrossEntropyLoss``.
 
     Example:
         >>> from vocab_parallel_ce import VocabParallelCrossEntropy
@@ -111,29 +105,6 @@ class VocabParallelCrossEntropy(_LossModule):
         >>> round(loss_of(torch.zeros(2, 4), torch.tensor([1, 2])).item(), 4)
         1.3863
     """
-
-    defaults = _options_of(vocab_parallel_cross_entropy)
-
-    @_by_name
-    def __init__(
-        self,
-        *,
-        group: Any = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduction: str = "mean",
-        class_weight: Tensor | None = None,
-        outputs: Sequence[str] = (),
-        gradient: str = "auto",
-        impl: str = "auto",
-        check_labels: bool | str = "auto",
-        vocab_size: int | VocabShard | None = None,
-    ) -> None:
-        super().__init__()
-        self._set_options(locals())
 
     def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> TensorOrOutputs:
         """Loss of ``logits [..., C]`` and ``labels [...]``, or :class:`Outputs` if some are asked for.
@@ -146,7 +117,7 @@ class VocabParallelCrossEntropy(_LossModule):
         return self._shown(group_position(process_group_of(self.group))[1])
 
 
-class LinearCrossEntropy(_LossModule):
+class LinearCrossEntropy(_LossModule, function=linear_cross_entropy):
     """:func:`linear_cross_entropy` with its head and options fixed.
 
     The options are checked, and are attributes: each call takes them as they are then.
@@ -161,8 +132,8 @@ class LinearCrossEntropy(_LossModule):
             call. None for a new head.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a new head. ``C`` may be 0 on a
             rank with ``vocab_size``.
-        class_weight: a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
-        others: as in :func:`linear_cross_entropy`.
+        options: other keywords of the function's signature, except ``num_items``; a :class:`HeadOptions` as
+            ``options=``. ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
 
     Raises:
         TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a subclass).
@@ -177,50 +148,30 @@ class LinearCrossEntropy(_LossModule):
         3.4286
     """
 
-    defaults = _options_of(linear_cross_entropy)
     linear: nn.Linear | nn.Embedding  # unless the head is shared
 
-    @_by_name
     def __init__(
         self,
         head: nn.Linear | nn.Embedding | None = None,
-        *,
+        *positional: Any,
         in_features: int | None = None,
         columns: int | None = None,
         bias: bool = False,
-        group: Any = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduction: str = "mean",
-        class_weight: Tensor | None = None,
-        outputs: Sequence[str] = (),
-        gradient: str = "auto",
-        impl: str = "auto",
-        check_labels: bool | str = "auto",
-        vocab_size: int | VocabShard | None = None,
-        sequence_parallel: bool = False,
-        chunk_size: int | str = "auto",
-        logits_dtype: torch.dtype | None = None,
-        keep_logits: str = "none",
-        main_grad: Tensor | None = None,
-        reduce_hidden_grad: bool = True,
-        expected_grad_output: Tensor | None = None,
-        valid_tokens: int | str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        settings = Settings(reduction=reduction, gradient=gradient)
-        head_settings = sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits
-        check_head_settings(settings, HeadSettings(*head_settings), knows_grad_output=expected_grad_output is not None)
-        self._set_options(locals())
+        if positional:
+            sizes = (head, *positional)
+            sizes = sizes if all(isinstance(each, int) for each in sizes) else ("D", "C")
+            shown = ", ".join(f"{n}={v}" for n, v in zip(("in_features", "columns", "bias"), sizes, strict=False))
+            expected, got = "a head, or keywords alone", f"{len(positional) + 1} arguments"
+            raise TypeError(f"LinearCrossEntropy: expected {expected}, got {got}; pass {shown} and options by name")
+        super().__init__(**options)
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
             raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
         if head is None:
             n_features = checks.checked_count("in_features", in_features)
-            no_columns = columns == 0 and vocab_size is not None  # on this rank of several
+            no_columns = columns == 0 and self.vocab_size is not None  # on this rank of several
             n_columns = 0 if no_columns else checks.checked_count("columns", columns)
             self.linear = nn.Linear(n_features, n_columns, bias=bias)
         elif in_features is not None or columns is not None or bias:

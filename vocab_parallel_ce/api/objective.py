@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from vocab_parallel_ce.api.call import (
     Outputs,
-    label_targets,
     public,
     record_of,
     run_objective,
     split_temperature,
 )
-from vocab_parallel_ce.api.given_ids import are_given_ids, check_given_ids, rows_of_all
+from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, Ids
-from vocab_parallel_ce.losses.labels import LABELS
-from vocab_parallel_ce.options import HeadSettings, checked_outputs, settings_of
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.options import HeadOptions, ObjectiveSettings, Takes, head_settings
 from vocab_parallel_ce.targets import Head
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@public(lambda keywords: True)  # a Python function is no operator
+OBJECTIVES: Takes = {"gradient": ("auto", "in_forward"), "keep_logits": ("none",)}
+
+
+@public(lambda keywords: True, ObjectiveSettings)  # a Python function is no operator
 def linear_objective(
     hidden: Tensor,
     weight: Tensor,
@@ -41,20 +40,11 @@ def linear_objective(
     check_objective: bool = True,
     bias: Tensor | None = None,
     group: Any = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
-    impl: str = "auto",
-    check_labels: bool | str = "auto",
-    vocab_size: int | VocabShard | None = None,
-    sequence_parallel: bool = False,
-    chunk_size: int | str = "auto",
-    logits_dtype: torch.dtype | None = None,
     main_grad: Tensor | None = None,
-    reduce_hidden_grad: bool = True,
-    valid_tokens: int | str | None = None,
+    options: HeadOptions | None = None,
+    **keywords: Unpack[ObjectiveSettings],
 ) -> tuple[Tensor, Outputs]:
     """Mean or sum of any function of a token's log-probabilities, with the gradients of ``hidden`` and ``weight``.
 
@@ -83,6 +73,7 @@ def linear_objective(
             call waits for the device, and calls the function 10 times more; later calls and CUDA graphs do not. With
             one valid token it cannot tell, and checks the next call too. False: no check, for instance for dropout.
         temperature, threshold: as in :func:`token_log_probs`.
+        options: a :class:`HeadOptions`, without ``gradient="in_backward"`` and ``keep_logits``.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -106,29 +97,11 @@ def linear_objective(
         >>> found.log_probs, head.grad[:, 0]
         (tensor([-1.3863, -1.3863]), tensor([-0.5000,  0.0000,  0.0000,  0.5000]))
     """
-    requested, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
-    settings = settings_of(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=number,
-        negated=True,
-        reduction="none",
-        gradient="in_forward",
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        outputs=requested,
-    )
-    head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype)
-    loss: Loss = GIVEN_IDS
-    targets: Any = Ids(labels, tensor)
-    if are_given_ids(labels, hidden):
-        check_given_ids(labels, hidden, rows_of_all(weight, group), settings, threshold, group)
-        settings = settings._replace(n_ids=labels.shape[-1], negated=False)
-    else:
-        loss, targets = LABELS, label_targets(labels, tensor, threshold, requested)
+    number, tensor = split_temperature(temperature)
+    derived = {"temperature": number, "reduction": "none", "gradient": "in_forward", **ids_or_labels(labels, hidden)}
+    settings = head_settings(options, takes=OBJECTIVES, outputs=outputs, **keywords, **derived)
+    loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
-    total, found = run_objective(loss, arguments, settings, head)
+    total, found = run_objective(loss, arguments, settings)
     return total, record_of("log_probs", found, settings)

@@ -20,14 +20,19 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import run_head, run_logits, run_objective
 from vocab_parallel_ce.api.given_ids import rows_of_all, vocab_size_of
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype
+from vocab_parallel_ce.head.arguments import (
+    Arguments,
+    autocast_dtype,
+    check_gradient,
+    gradient_of,
+    rounded_dtypes,
+)
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids
-from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings
+from vocab_parallel_ce.options import REDUCTIONS, Settings
 from vocab_parallel_ce.plan import checked_divisor, comparable
 from vocab_parallel_ce.spec import INF, NAN, NEG_INF, is_ignored
 from vocab_parallel_ce.targets import Head, Role, Tokens, check, register
@@ -83,27 +88,21 @@ def loss_of_logits(
 
 
 def loss_of_head(
-    student: Head,
-    teacher: TopKTeacher,
-    labels: Tensor | None,
-    settings: Settings,
-    head: HeadSettings,
-    group: Any,
-    num_items: Any,
+    student: Head, teacher: TopKTeacher, labels: Tensor | None, settings: Settings, group: Any, num_items: Any
 ) -> Tensor:
     """Return the loss of a student's head: an objective if forward can compute the gradients, in three products."""
-    check_head_settings(settings, head)
+    check_gradient(settings, knows_grad_output=False)
     checks.check_hidden(student.hidden)
     hidden, tokens = student.hidden, Tokens(student.hidden, "student.hidden", student.hidden.shape[:-1])
     n_columns = rows_of_all(student.weight, group)
     ids, log_q, divisor = checked(teacher, labels, tokens, n_columns, settings, num_items)
     dtypes = rounded_dtypes(autocast_dtype(hidden) or hidden.dtype, [t for t in student if isinstance(t, Tensor)])
-    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, head, dtypes)
+    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, dtypes)
     of_values = _of_values(ids, settings)._replace(gradient=gradient)
     arguments = Arguments(student, Ids(ids), group, None)
     with checks.naming(labels="teacher.ids", objective="gradient"):
         if gradient == "in_backward":
-            values = run_head(GIVEN_IDS, arguments, of_values, head).loss
+            values = run_head(GIVEN_IDS, arguments, of_values).loss
             return _reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
 
         def divergence(log_probs: Tensor, **of_teacher: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def loss_of_head(
 
         objective = Objective(divergence, {"teacher.log_probs": log_q}, "sum", divisor, False)
         arguments = arguments._replace(objective=objective)
-        return run_objective(GIVEN_IDS, arguments, of_values, head._replace(keep_logits="none"))[0]
+        return run_objective(GIVEN_IDS, arguments, of_values)[0]
 
 
 def _of_values(ids: Tensor, settings: Settings) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HeadOptions, Settings
 from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head, present, with_padding
@@ -83,10 +84,35 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def shape_of_tokens(hidden: Tensor, n_ranks: int, head: HeadSettings) -> tuple[int, ...]:
+def check_gradient(settings: Settings, *, knows_grad_output: bool) -> None:
+    """Raise ValueError if forward is to compute gradients and cannot; see :meth:`Arguments.knows_grad_output`."""
+    if settings.gradient == "in_forward" and settings.reduction == "none" and not knows_grad_output:
+        raise ValueError(
+            "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward', or "
+            "pass expected_grad_output"
+        )
+
+
+def rounded_dtypes(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
+    """Return the dtypes that gradients are rounded to: of the products, and of the tensors that require one."""
+    return {dtype, *[t.dtype for t in tensors if t is not None and t.requires_grad]}
+
+
+def gradient_of(settings: Settings, dtypes: set[torch.dtype]) -> str:
+    """Return the mode that runs for :func:`rounded_dtypes`."""
+    if settings.gradient != "auto":
+        return settings.gradient
+    # fp16 has no room for a gradient that the loss scale has not multiplied yet.
+    waits = settings.reduction == "none" or torch.float16 in dtypes
+    # With kept logits, backward has three products too, and gradients of the outputs as well.
+    waits = waits or (settings.asks_for_differentiable and settings.head.keep_logits != "none")
+    return "in_backward" if waits else "in_forward"
+
+
+def shape_of_tokens(hidden: Tensor, n_ranks: int, options: HeadOptions) -> tuple[int, ...]:
     """Return the shape of the tokens, with sequence parallelism of all ranks'."""
     first, *others = hidden.shape[:-1]
-    return (first * n_ranks if head.sequence_parallel else first, *others)
+    return (first * n_ranks if options.sequence_parallel else first, *others)
 
 
 def bytes_of_chunk(arguments: Arguments, element_size: int) -> tuple[int, int]:
@@ -109,13 +135,12 @@ def compare(
     shard: VocabShard,
     dtype: torch.dtype,
     settings: Settings,
-    head: HeadSettings,
 ) -> None:
     """Compare the ranks' arguments, and the grad_output by token that is ``expected``.
 
     ``is_valid [N]`` are the tokens that are not ignored, ``dtype`` is that of the products.
     """
-    options = comparable(settings, arguments.num_items) | head._asdict()
+    options = comparable(settings, arguments.num_items)
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": dtype}
     if arguments.objective is not None:
         function, tokens, reduction, num_items, is_checked = arguments.objective

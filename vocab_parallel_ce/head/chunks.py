@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.options import HeadSettings, bytes_of
+from vocab_parallel_ce.options import MOST_TOKENS, bytes_of
 
-MOST_TOKENS = 2**20  # of a chunk: a larger number is one of bytes
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
 MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
@@ -69,7 +68,8 @@ def equal_chunk(n_tokens: int, most: int, wave: int = MULTIPLE) -> int:
 
 
 def chunk_of(
-    head: HeadSettings,
+    size: int | str,
+    keep_logits: str,
     n_tokens: int,
     hidden_size: int,
     n_columns: int,
@@ -77,23 +77,17 @@ def chunk_of(
     kept_bytes: int,
     by_default: tuple[int, int],
 ) -> int:
-    """Return the tokens of a chunk of the caller's ``chunk_size``: ``"auto"``, a number, or bytes for the logits.
+    """Return the tokens of a chunk of ``size``: ``"auto"``, a number, or bytes for the logits.
 
     ``kept_bytes`` are those of a token's kept logits: an automatic chunk has as many tokens as may be kept, or fewer.
     ``by_default`` is :func:`default_tokens`.
     """
-    size, token_bytes = head.chunk_size, n_columns * element_size
+    token_bytes = n_columns * element_size
     if size == "auto":
         chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, *by_default)
-        return min(chosen, max(1, most_kept(head.keep_logits, kept_bytes, chosen)))
+        return min(chosen, max(1, most_kept(keep_logits, kept_bytes, chosen)))
     if not isinstance(size, str):
-        count = checks.checked_count("chunk_size", size)
-        if count > MOST_TOKENS:
-            raise ValueError(
-                f"chunk_size: a number is one of tokens, expected at most {MOST_TOKENS}, got {count}; for bytes of "
-                f"logits pass '{count}B', or as '256MiB'"
-            )
-        return count
+        return int(size)
     most = bytes_of(size) // token_bytes
     if most == 0:
         raise ValueError(f"chunk_size: must hold a token's logits, {token_bytes} bytes, got {size!r}; pass more")

@@ -15,7 +15,10 @@ from vocab_parallel_ce.head.arguments import (
     Arguments,
     autocast_dtype,
     bytes_of_chunk,
+    check_gradient,
     compare,
+    gradient_of,
+    rounded_dtypes,
     shape_of_tokens,
     with_local_rows,
 )
@@ -30,10 +33,9 @@ from vocab_parallel_ce.head.chunks import (
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
-from vocab_parallel_ce.head.settings import check_head_settings, gradient_of, rounded_dtypes
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import HeadSettings, Known, Settings, known, shard_of_rank
+from vocab_parallel_ce.options import DEFAULTS, Known, Settings, known, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, has_weights, plan_of_one_kind
 from vocab_parallel_ce.run import takes_one_pass
 from vocab_parallel_ce.spec import label_weights
@@ -95,9 +97,7 @@ class LinearCall(NamedTuple):
 _kinds = Kinds()
 
 
-def plan_linear_call(
-    loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings
-) -> tuple[LinearCall, Head, Any]:
+def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tuple[LinearCall, Head, Any]:
     """Check the arguments and plan the call. Also return the tensors of this rank's head, and targets of its rows.
 
     What was checked is not checked again in a call that differs in values and memory alone. Changes nothing.
@@ -106,7 +106,7 @@ def plan_linear_call(
     parameter = arguments.head.weight
     checks.check_no_transforms(*arguments.head, *arguments.targets, *arguments[3:6])
     arguments, settings = with_local_rows(arguments, settings, position)
-    planned = cached_head_plan(loss, arguments, settings, head, position)
+    planned = cached_head_plan(loss, arguments, settings, position)
     (hidden, *_), targets, group, num_items, main_grad, expected_grad_output, objective = arguments
     plan, local = planned.plan, Head._make([t if t is None else t.resolve_neg() for t in arguments.head])
     if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
@@ -127,7 +127,7 @@ def plan_linear_call(
         order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
     elif planned.leaves_out:
         assert count is not None
-        order, overflow = order_of_valid(is_valid, count, head.valid_tokens, settings.check_labels)
+        order, overflow = order_of_valid(is_valid, count, settings.head.valid_tokens, settings.check_labels)
         chunks = chunks if order is None else chunks_of(order.token_of_row.shape[0], chunks[0].stop)
     if order is not None:
         targets = loss.in_order(targets, order, settings)
@@ -141,7 +141,7 @@ def plan_linear_call(
     row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
     if verify.pending.get() is not None:
         by_token = None if expected is None else expected.by_token
-        compare(arguments._replace(head=local), by_token, is_valid, plan.shard, planned.dtype, settings, head)
+        compare(arguments._replace(head=local), by_token, is_valid, plan.shard, planned.dtype, settings)
     if planned.mean_over:  # last: it may be a collective
         divisor = count if planned.mean_over == "rows" else _divisor_of_weights(plan, targets, group)
     linear = LinearCall(
@@ -160,34 +160,30 @@ def plan_linear_call(
     return linear, local, targets
 
 
-def cached_head_plan(
-    loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings, position: tuple[int, int]
-) -> HeadPlan:
+def cached_head_plan(loss: Loss, arguments: Arguments, settings: Settings, position: tuple[int, int]) -> HeadPlan:
     """Return the plan of a call, which is checked and made once."""
     try:
         tensors, targets, group, _, main_grad, expected, objective = arguments
         state = torch.is_grad_enabled(), autocast_dtype(tensors.hidden), group is None, objective is None
         of_settings = settings if type(settings) is Known else known(settings)
-        facts = loss, of_settings, known(head), position, state
+        facts = loss, of_settings, position, state
         kind = _kinds.find(facts, (*tensors, *targets, main_grad, expected))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, or no hash: the checks name it
         kind = None
     planned = None if kind is None else kind.made
     if planned is None:
-        planned = checked_head_plan(loss, arguments, settings, head, position)
+        planned = checked_head_plan(loss, arguments, settings, position)
         if kind is not None:
             kind.made = planned = planned._replace(plan=plan_of_one_kind(planned.plan))
     return planned
 
 
-def checked_head_plan(
-    loss: Loss, arguments: Arguments, settings: Settings, head: HeadSettings, position: tuple[int, int]
-) -> HeadPlan:
+def checked_head_plan(loss: Loss, arguments: Arguments, settings: Settings, position: tuple[int, int]) -> HeadPlan:
     """Check the arguments, except their memory and ``num_items``, and choose what runs."""
     (hidden, weight, bias), targets, group, _, main_grad, expected_grad_output, _ = arguments
     checks.check_hidden(hidden)
     checks.check_has_values(hidden)
-    tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, position[1], head))
+    tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, position[1], settings.head))
     check(targets, tokens)
     loss.check(targets, tokens, settings)
     autocast = autocast_dtype(hidden)
@@ -195,11 +191,11 @@ def checked_head_plan(
     checks.check_head(weight, bias, hidden, None if autocast else dtype)
     if main_grad is not None:
         checks.check_main_grad(main_grad, weight)
-    check_head_settings(settings, head, knows_grad_output=arguments.knows_grad_output)
+    check_gradient(settings, knows_grad_output=arguments.knows_grad_output)
     if expected_grad_output is not None:
         check_expected(expected_grad_output, tokens, settings, rounded_dtypes(dtype, arguments.head))
-    planned = make_head_plan(loss, arguments, settings, head, dtype, tokens.shape, position)
-    if head.sequence_parallel and group is None:
+    planned = make_head_plan(loss, arguments, settings, dtype, tokens.shape, position)
+    if settings.head.sequence_parallel and group is None:
         raise ValueError(
             "sequence_parallel: expected the group whose ranks hold the parts, got group=None; pass group="
         )
@@ -210,15 +206,15 @@ def make_head_plan(
     loss: Loss,
     arguments: Arguments,
     settings: Settings,
-    head: HeadSettings,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     position: tuple[int, int],
 ) -> HeadPlan:
     """Choose what runs for checked arguments, products of ``dtype`` and tokens of ``shape``."""
     (hidden, weight, _), (rank, n_ranks) = arguments.head, position
-    logits_dtype, class_weight = head.logits_dtype or dtype, has_weights(arguments.targets)
-    gradient = gradient_of(settings, head, rounded_dtypes(dtype, arguments.head))
+    options, class_weight = settings.head, has_weights(arguments.targets)
+    logits_dtype = options.logits_dtype or dtype
+    gradient = gradient_of(settings, rounded_dtypes(dtype, arguments.head))
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
     shard = shard_of_rank(settings, weight.shape[0], rank, n_ranks, subject=WEIGHT)
@@ -231,13 +227,15 @@ def make_head_plan(
     key = PlanKey(logits_dtype, weight.shape[0], hidden.device, rank, n_ranks, gradient, class_weight, named)
     reduction = "none" if settings.reduction == "none" else "sum"  # a mean is a sum that is divided
     # Cached apart from the number of tokens, which may be another at each step.
-    plan = cached_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), key)
-    keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
+    of_chunk = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient, head=DEFAULTS)
+    plan = cached_plan(loss, of_chunk, key)
+    keep_logits = options.keep_logits if gradient == "in_backward" else "none"
     width = -(-shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
-    n_tokens, sequence_parallel = math.prod(shape), head.sequence_parallel and n_ranks > 1
+    n_tokens, sequence_parallel = math.prod(shape), options.sequence_parallel and n_ranks > 1
     by_default = default_tokens(hidden.shape[-1], *bytes_of_chunk(arguments, element_size))
-    chunk = chunk_of(keeping, n_tokens, hidden.shape[-1], width, element_size, kept_bytes, by_default)
+    sizes = n_tokens, hidden.shape[-1], width, element_size, kept_bytes
+    chunk = chunk_of(options.chunk_size, keep_logits, *sizes, by_default)
     chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks) if sequence_parallel else chunk)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head)
     computes = needs_gradient and gradient == "in_forward" and not (recomputes or arguments.knows_grad_output)
@@ -247,23 +245,23 @@ def make_head_plan(
     mean_over = "weights" if class_weight else "rows"
     mean_over = mean_over if settings.reduction == "mean" else ""
     can_count = n_tokens <= plan.launchers.counted_rows and not takes_one_pass(plan, n_tokens)
-    counts_in_launch = is_one_program and mean_over == "rows" and head.valid_tokens is None and can_count
+    counts_in_launch = is_one_program and mean_over == "rows" and options.valid_tokens is None and can_count
     return HeadPlan(
         plan=plan._replace(is_prepared=are_prepared(arguments.targets, settings)),
         shape=shape,
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
-        keep_logits=keeping.keep_logits,
+        keep_logits=keep_logits,
         kept_bytes=kept_bytes,
         mean_over="" if counts_in_launch else mean_over,
-        leaves_out=head.valid_tokens is not None or (hidden.device.type == "cpu" and not sequence_parallel),
+        leaves_out=options.valid_tokens is not None or (hidden.device.type == "cpu" and not sequence_parallel),
         recomputes=recomputes,
         needs_gradient=needs_gradient,
         is_one_program=is_one_program,
         counts_in_launch=counts_in_launch,
         sequence_parallel=sequence_parallel,
-        reduces=head.reduce_hidden_grad and n_ranks > 1,
+        reduces=options.reduce_hidden_grad and n_ranks > 1,
     )
 
 

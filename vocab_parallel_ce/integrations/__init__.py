@@ -12,7 +12,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HEAD_FIELDS, HeadOptions
 
 # The versions that the tests ran with.
 TESTED = {
@@ -97,13 +97,18 @@ def framework_lines() -> list[str]:
     return lines
 
 
-def settings_of(options: Mapping[str, Any], known: Sequence[str]) -> tuple[Settings, HeadSettings]:
-    """Return the ``options`` of an ``install()`` as settings. Raise TypeError for one that is not ``known``."""
+def check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise TypeError for an option of an ``install()`` that is not ``known``."""
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: expected an option of install(), one of {', '.join(known)}, got no such name")
-    head = {name: value for name, value in options.items() if name in HeadSettings._fields}
-    return Settings(**{name: options[name] for name in options.keys() - head}), HeadSettings(**head)
+
+
+def of_head(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords of a function of hidden states: ``keywords``, with the fields of HeadOptions in one."""
+    fields = {name: value for name, value in keywords.items() if name in HEAD_FIELDS}
+    others = {name: value for name, value in keywords.items() if name not in fields}
+    return others | {"options": HeadOptions(**fields)}
 
 
 @functools.cache

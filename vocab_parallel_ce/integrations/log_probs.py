@@ -16,7 +16,7 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import process_group_of
-from vocab_parallel_ce.options import bytes_of
+from vocab_parallel_ce.options import HeadOptions, bytes_of
 
 IGNORED = -100
 
@@ -126,8 +126,7 @@ class FusedLinearChunkedDistributedLogprob:
                 weight,
                 target,
                 group=group,
-                reduce_hidden_grad=False,
-                keep_logits=kept_logits(),
+                options=HeadOptions(reduce_hidden_grad=False, keep_logits=kept_logits()),
             )
 
 

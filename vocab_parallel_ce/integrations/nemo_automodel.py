@@ -21,6 +21,7 @@ from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.columns import local_columns
 from vocab_parallel_ce.integrations.rebind import Switch
+from vocab_parallel_ce.options import HeadOptions
 
 LOSSES = "nemo_automodel.components.loss"
 LEFT = {
@@ -107,8 +108,8 @@ def chunked_cross_entropy(
     ``logits_dtype=torch.float32`` keeps products in fp32, where NeMo Automodel casts them afterwards.
     """
     tensors = _head(self, hidden_states.reshape(*labels.shape, -1), lm_weight, grad_reduce_group)
-    options = {"logits_dtype": torch.float32 if logits_dtype == torch.float32 else None}
-    return _loss(linear_cross_entropy, tensors, self, labels, mask, num_label_tokens, loss_weights, **options)
+    options = HeadOptions(logits_dtype=torch.float32 if logits_dtype == torch.float32 else None)
+    return _loss(linear_cross_entropy, tensors, self, labels, mask, num_label_tokens, loss_weights, options=options)
 
 
 def knowledge_distillation(

@@ -31,6 +31,7 @@ from vocab_parallel_ce.integrations.log_probs import (
     whole_group,
 )
 from vocab_parallel_ce.integrations.rebind import Switch
+from vocab_parallel_ce.options import HeadOptions
 
 
 class DistributedLogprobWithSampling:
@@ -172,8 +173,7 @@ def from_parallel_hidden_states_to_logprobs(
             output_weight_layer,
             target.roll(-1, dims=-1).t(),
             group=group,
-            sequence_parallel=group_position(group)[1] > 1,
-            keep_logits=kept_logits(),
+            options=HeadOptions(sequence_parallel=group_position(group)[1] > 1, keep_logits=kept_logits()),
         )
     return log_probs.t()[:, :-1]
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.cases.flat import linear_cross_entropy, linear_token_log_probs
 from tests.support.cases.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
 from tests.support.cases.logits import (
     METRICS,
@@ -30,7 +31,6 @@ from tests.support.cases.logits import (
 from tests.support.ranks.collectives import recorded
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 # No product with a hidden state is -inf: columns are excluded by a bias of -inf.
 LINEAR_KINDS = tuple(kind for kind in KINDS if not kind.startswith("excluded") and kind != "mixture")

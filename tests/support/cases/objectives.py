@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import linear
+from tests.support.cases.flat import linear_objective
 from tests.support.truth import oracle
-from vocab_parallel_ce import linear_objective
 
 
 def ppo(log_probs, advantage, old, entropy, **_):

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.support.cases.flat import LinearCrossEntropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import LinearCrossEntropy, VocabParallelCrossEntropy
+from vocab_parallel_ce import VocabParallelCrossEntropy
 
 WIDTH, COLUMNS, ROWS, RATE = 8, 21, 6, 0.1
 Numbers = dict[str, Tensor]

@@ -60,6 +60,7 @@ def calls() -> dict[str, Callable[[], object]]:
     top_k = vp.TopKTeacher(ids, teacher.log_softmax(-1).gather(1, ids))
     leaf, states = x.clone().requires_grad_(), hidden.clone().requires_grad_()
     own: dict[str, Any] = {"impl": "triton", "check_labels": False}
+    options = vp.HeadOptions(**own)
     ce, log_probs, head = vp.vocab_parallel_cross_entropy, vp.token_log_probs, vp.linear_cross_entropy
 
     def with_entropy() -> None:
@@ -82,7 +83,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "distillation": divergence(teacher),
         "top-k teacher, forward": divergence(top_k),
         "top-k teacher, reverse": divergence(top_k, divergence="reverse"),
-        "mean of a head": lambda: head(states, weight, labels, **own).backward(),
+        "mean of a head": lambda: head(states, weight, labels, options=options).backward(),
     }
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 from tests.support.cases.logits import EVERY
 from tests.support.ranks.collectives import error_of, recorded
 from vocab_parallel_ce import checks
@@ -46,7 +47,7 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
     per_class, per_token = torch.rand(COLUMNS, device=device), torch.rand(TOKENS, device=device)
     of_teacher = torch.rand(TOKENS, COLUMNS, device=device)
     bounds = torch.arange(0, 7, 3, device=device)
-    ce, linear = vp.vocab_parallel_cross_entropy, vp.linear_cross_entropy
+    ce, linear = vp.vocab_parallel_cross_entropy, flat.linear_cross_entropy
     student, teacher = vp.Head(hidden, weight, bias), vp.Head(hidden.detach(), weight.detach())
     calls: dict[str, Callable[..., Any]] = {
         "every option": lambda **k: ce(logits * 1, labels, class_weight=per_class, **EVERY, **k),
@@ -61,13 +62,13 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
         "head, fp32": lambda **k: linear(hidden, weight, labels, logits_dtype=torch.float32, chunk_size=4, **k),
         "head, valid": lambda **k: linear(hidden, weight, labels, valid_tokens=5, chunk_size=4, **k),
         "head, kept": lambda **k: linear(hidden, weight, labels, reduction="none", keep_logits="all", **k),
-        "head, log-probs": lambda **k: vp.linear_token_log_probs(hidden, weight, labels, temperature=per_token, **k),
+        "head, log-probs": lambda **k: flat.linear_token_log_probs(hidden, weight, labels, temperature=per_token, **k),
         "top-k teacher": lambda **k: vp.distillation_loss(logits * 1, vp.TopKTeacher(ids, ids * -1.0, "bucket"), **k),
     }
     for kind in ("forward", "reverse", "js"):
         given = {"divergence": kind, "temperature": 2.0, "labels": labels, "hard_weight": 0.5}
         calls[kind] = lambda given=given, **k: vp.distillation_loss(logits * 1, of_teacher.to(dtype), **given, **k)
-        calls[f"head, {kind}"] = lambda given=given, **k: vp.linear_distillation_loss(student, teacher, **given, **k)
+        calls[f"head, {kind}"] = lambda given=given, **k: flat.linear_distillation_loss(student, teacher, **given, **k)
     return calls
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import vocab_parallel_ce as vp
+from tests.support.cases import flat
 
 Given = dict[str, Any]
 Returned = dict[str, Tensor]
@@ -77,7 +78,7 @@ def _distillation_loss(given: Given) -> Returned:
 
 
 def _linear_cross_entropy(given: Given) -> Returned:
-    return _loss(vp.linear_cross_entropy(*_taken(given, "hidden", "weight", "labels"), **given))
+    return _loss(flat.linear_cross_entropy(*_taken(given, "hidden", "weight", "labels"), **given))
 
 
 def _linear_module(given: Given) -> Returned:
@@ -85,7 +86,7 @@ def _linear_module(given: Given) -> Returned:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight, layer.bias = weight, bias
     tensors, num_items = _taken(given, "hidden", "labels"), given.pop("num_items", None)
-    return _loss(vp.LinearCrossEntropy(layer, **given)(*tensors, num_items))
+    return _loss(flat.LinearCrossEntropy(layer, **given)(*tensors, num_items))
 
 
 def _linear_objective(given: Given, upstream: Returned) -> Returned:
@@ -96,20 +97,20 @@ def _linear_objective(given: Given, upstream: Returned) -> Returned:
         return sum((numbers[f"d_{name}"] * numbers[name] for name in upstream), torch.zeros_like(log_probs))
 
     given |= {"objective": objective, "tokens": {f"d_{name}": value for name, value in upstream.items()}}
-    loss, found = vp.linear_objective(*_taken(given, "hidden", "weight", "labels"), reduction="sum", **given)
+    loss, found = flat.linear_objective(*_taken(given, "hidden", "weight", "labels"), reduction="sum", **given)
     return {"objective": loss, **_loss(found)}
 
 
 def _linear_token_log_probs(given: Given) -> Returned:
     if "upstream" in given:
         return _linear_objective(given, given.pop("upstream"))
-    return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given))
+    return _log_probs(flat.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given))
 
 
 def _linear_distillation_loss(given: Given) -> Returned:
     student = vp.Head(*_taken(given, "hidden", "weight", "bias"))
     teacher = vp.Head(*(given.pop(f"teacher_{name}", None) for name in vp.Head._fields))
-    return _loss(vp.linear_distillation_loss(student, teacher, **given))
+    return _loss(flat.linear_distillation_loss(student, teacher, **given))
 
 
 def _of_te(given: Given) -> list[Any]:

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.cases import linear, logits, soft
+from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import NAN, Batch, padded_shard
 from tests.support.cases.linear import Projection
 from tests.support.cases.soft import Pair
 from tests.support.ranks.collectives import Collective, record_collectives
 from tests.support.ranks.pools import device_of, subgroups
-from vocab_parallel_ce import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
     "even": {},

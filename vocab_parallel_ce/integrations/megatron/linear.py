@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES
+from vocab_parallel_ce.integrations import of_head
 from vocab_parallel_ce.integrations.lazy_head import Head
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits, Recorded, lazy_logits
 
@@ -144,9 +145,9 @@ def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keyword
     head.check_unchanged(freed=False)
     with head.modes.autocasting():
         if labels is head.call.labels:
-            loss = linear_cross_entropy(*tensors, **keywords)
+            loss = linear_cross_entropy(*tensors, **of_head(keywords))
         else:  # Megatron counts which tokens multi-token prediction has right
-            outputs: Any = linear_cross_entropy(*tensors, outputs=("predictions",), **keywords)
+            outputs: Any = linear_cross_entropy(*tensors, outputs=("predictions",), **of_head(keywords))
             loss, head.predictions = outputs.loss, outputs.predictions
     head.is_fused = True
     calls[f"linear loss, gradients in {'backward' if expected is None else 'forward'}"] += 1

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from vocab_parallel_ce.checks import check_bool, check_choice
-from vocab_parallel_ce.head.settings import check_head_settings
-from vocab_parallel_ce.integrations import Report, settings_of
+from vocab_parallel_ce.integrations import Report, check_known, of_head
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
-from vocab_parallel_ce.options import check_settings
+from vocab_parallel_ce.options import Settings, check_settings
 
 CORE = "megatron.core"
 LANGUAGE_MODULE = f"{CORE}.models.common.language_module.language_module"
@@ -57,7 +56,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             heads of multi-token prediction, whose logits are then made in chunks of tokens. Where ``forward`` is given
             ``loss_mask``, the gradients are computed in the forward pass.
         options: ``z_loss``, ``gradient``, ``impl``, ``check_labels`` and ``vocab_size`` of
-            :func:`vocab_parallel_cross_entropy`; of :func:`linear_cross_entropy` also ``chunk_size``.
+            :func:`vocab_parallel_cross_entropy`; of :class:`HeadOptions` also ``chunk_size``.
             With ``linear=True``, ``gradient="in_backward"`` is for losses that more than ``loss_mask`` multiplies, and
             overwrites no logits that were made. Without it, that name overwrites logits, whoever keeps them.
 
@@ -70,14 +69,14 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         ValueError: it is installed with other options.
     """
     check_bool("linear", linear)
-    settings, head_settings = settings_of(options, OPTIONS)
-    check_settings(settings, 1)
+    check_known(options, OPTIONS)
+    check_settings(Settings(**{name: value for name, value in options.items() if name != "chunk_size"}), 1)
     if "chunk_size" in options and not linear:
         raise ValueError("chunk_size: expected linear=True with it, got linear=False")
     known = ("auto", "in_backward") if linear else ("auto", "in_backward", "out_of_place")
-    check_choice("gradient", settings.gradient, known)
+    check_choice("gradient", options.get("gradient", "auto"), known)
     if linear:
-        check_head_settings(settings._replace(gradient="auto"), head_settings)
+        of_head(options)  # checks them
     requested = {"linear": linear, **options}
     if _installed:
         if requested != _installed:

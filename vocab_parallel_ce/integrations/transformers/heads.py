@@ -25,6 +25,7 @@ from vocab_parallel_ce.integrations.lazy_logits import Recorded, lazy_logits
 from vocab_parallel_ce.integrations.transformers import fsdp
 from vocab_parallel_ce.integrations.transformers.targets import name_of
 from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_parallel_group
+from vocab_parallel_ce.options import HeadOptions
 
 _modules = torch.nn.modules.module
 GLOBAL_HOOKS = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
@@ -85,7 +86,7 @@ class HeadPlan(NamedTuple):
 
     module: nn.Linear
     group: Any
-    options: dict[str, Any]  # of linear_cross_entropy
+    options: dict[str, Any]  # fields of HeadOptions
     record: CallRecord
 
 
@@ -116,12 +117,12 @@ class HeadCall(Head):
         # Trainer waits for the device too, to count the labels of a batch. A captured CUDA graph cannot.
         captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         valid_tokens = "count" if self.requires_grad and not captures else None
-        options |= {"vocab_size": n_columns, "group": group, "valid_tokens": valid_tokens}
-        options |= self.plan.options
-        if options.get("chunk_size", "auto") == "auto":
+        fields = {"valid_tokens": valid_tokens, **self.plan.options}
+        if fields.get("chunk_size", "auto") == "auto":
             width = -(-module.out_features // group_position(group)[1])
             size = self.modes.dtype_of(hidden).itemsize
-            options["chunk_size"] = choose_chunk_tokens(hidden.shape[0], hidden.shape[1], width, size, FEWEST_TOKENS)
+            fields["chunk_size"] = choose_chunk_tokens(hidden.shape[0], hidden.shape[1], width, size, FEWEST_TOKENS)
+        options |= {"vocab_size": n_columns, "group": group, "options": HeadOptions(**fields)}
 
         def fused(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vocab_parallel_ce.head.settings import check_head_settings
-from vocab_parallel_ce.integrations import Report, log_installed, logger, settings_of, warn_if_newer
+from vocab_parallel_ce.integrations import Report, check_known, log_installed, logger, warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,
     count,
@@ -42,7 +41,7 @@ from vocab_parallel_ce.integrations.transformers.targets import (
     put_back,
     slot_of,
 )
-from vocab_parallel_ce.options import check_settings
+from vocab_parallel_ce.options import HeadOptions
 
 MECHANISMS = ("lazy", "rewrite")
 COMPILED = "torch.compile traced the forward; install(mechanism='rewrite') is fused there"
@@ -80,7 +79,7 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
             somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
         imported_later: with ``target=None``, also classes that are imported after this call.
-        options: ``chunk_size``, ``gradient``, ``impl`` and ``valid_tokens`` of :func:`linear_cross_entropy`. The last
+        options: ``chunk_size``, ``gradient``, ``impl`` and ``valid_tokens`` of :class:`HeadOptions`. The last
             is ``"count"`` by default where gradients are computed and no CUDA graph is captured.
 
     Returns:
@@ -92,9 +91,8 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    settings, head_settings = settings_of(options, OPTIONS)
-    check_head_settings(settings, head_settings)
-    check_settings(settings, 1)
+    check_known(options, OPTIONS)
+    HeadOptions(**options)  # checks them
     warn_if_newer("transformers")
     if target is None:
         _check_same(mechanism, options)

@@ -1,0 +1,253 @@
+"""``HeadOptions``: checked where it is made, a value like any other, and taken by every function of a head."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+
+import pytest
+import torch
+
+import vocab_parallel_ce as vp
+from vocab_parallel_ce import HeadOptions
+from vocab_parallel_ce.head import plan
+
+pytestmark = pytest.mark.reference
+
+TOKENS, WIDTH, COLUMNS = 6, 5, 12
+EACH = {  # a value of each field that is not its default
+    "gradient": "in_backward",
+    "impl": "reference",
+    "check_labels": True,
+    "sequence_parallel": True,
+    "chunk_size": "1KiB",
+    "logits_dtype": torch.float32,
+    "keep_logits": "2GiB",
+    "reduce_hidden_grad": False,
+    "valid_tokens": "count",
+}
+WRONG = {
+    "gradient": ("out_of_place", ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward', got"),
+    "impl": ("cuda", ValueError, "impl: expected one of 'auto', 'reference', 'triton', 'one_pass', got 'cuda'"),
+    "check_labels": (1, TypeError, "check_labels: expected 'auto', True or False, got int"),
+    "sequence_parallel": (1, TypeError, "sequence_parallel: expected a bool, got int"),
+    "chunk_size": (torch.tensor(4), TypeError, "chunk_size: expected an int, got Tensor"),
+    "logits_dtype": (torch.float64, ValueError, "logits_dtype: expected None or torch.float32, got torch.float64"),
+    "keep_logits": ("some", ValueError, "keep_logits: expected 'none', 'all', or bytes as '256MiB'"),
+    "reduce_hidden_grad": (0, TypeError, "reduce_hidden_grad: expected a bool, got int"),
+    "valid_tokens": (-1, ValueError, "valid_tokens: must be at least 0, got -1"),
+}
+TOGETHER = [
+    ({"keep_logits": "all", "gradient": "in_forward"}, "keep_logits: expected 'none' with gradient='in_forward'"),
+    ({"reduce_hidden_grad": False, "sequence_parallel": True}, "reduce_hidden_grad: expected True with sequence_paral"),
+    ({"valid_tokens": 3, "sequence_parallel": True}, "valid_tokens: expected None with sequence_parallel"),
+]
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, WIDTH, generator=generator) for n in (TOKENS, COLUMNS))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.tensor([3, -100, 0, 11, 7, 3])
+
+
+def minus(log_probs):
+    return -log_probs
+
+
+def distilled(hidden, weight, labels, **keywords):
+    teacher = vp.Head(2 * hidden.detach(), weight.detach())
+    return vp.linear_distillation_loss(vp.Head(hidden, weight), teacher, labels=labels, hard_weight=1.0, **keywords)
+
+
+# Each returns the mean of -log_prob.
+FUNCTIONS = {
+    "linear_cross_entropy": vp.linear_cross_entropy,
+    "linear_token_log_probs": lambda h, w, y, **keywords: -vp.linear_token_log_probs(h, w, y, **keywords).sum() / 5,
+    "linear_objective": lambda h, w, y, **keywords: vp.linear_objective(h, w, y, minus, **keywords)[0],
+    "linear_distillation_loss": distilled,
+}
+REFUSED = {
+    "linear_cross_entropy": {},
+    "linear_token_log_probs": {"gradient": ("in_forward", "'auto' or 'in_backward'")},
+    "linear_objective": {"gradient": ("in_backward", "'auto' or 'in_forward'"), "keep_logits": ("all", "'none'")},
+    "linear_distillation_loss": {
+        "sequence_parallel": (True, "False"),
+        "logits_dtype": (torch.float32, "None"),
+        "valid_tokens": (5, "None"),
+    },
+}
+
+
+def results(function, *others, **keywords):
+    hidden, weight, labels = tensors()
+    loss = function(hidden, weight, labels, *others, **keywords)
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def truth():
+    hidden, weight, labels = (each.detach().double() if each.is_floating_point() else each for each in tensors())
+    hidden.requires_grad_(), weight.requires_grad_()
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels)
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def test_the_fields():
+    assert [field.name for field in dataclasses.fields(HeadOptions)] == [*EACH] == [*WRONG]
+    assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(HeadOptions).parameters.values())
+
+
+@pytest.mark.parametrize("field", EACH)
+def test_a_record_is_a_value(field):
+    if field == "sequence_parallel":
+        made = [HeadOptions(sequence_parallel=True) for _ in range(2)]
+    else:
+        made = [HeadOptions(**{field: copy.copy(EACH[field])}) for _ in range(2)]
+    assert made[0] == made[1] != HeadOptions() and hash(made[0]) == hash(made[1])
+    assert repr(made[0]) == f"HeadOptions({field}={EACH[field]!r})" and repr(HeadOptions()) == "HeadOptions()"
+    for same in (copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0])), dataclasses.replace(made[0])):
+        assert same == made[0] and {same: 1}[made[1]] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made[0], field, EACH[field])
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_each_field_is_checked_where_it_is_made(field):
+    value, error, message = WRONG[field]
+    for make in (HeadOptions, lambda **fields: dataclasses.replace(HeadOptions(), **fields)):
+        with pytest.raises(error) as raised:
+            make(**{field: value})
+        assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(("fields", "message"), TOGETHER)
+def test_fields_are_checked_together(fields, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        HeadOptions(**fields)
+
+
+def test_an_unknown_field_is_pythons_error():
+    with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'chunks'$"):
+        HeadOptions(chunks=4)
+    with pytest.raises(TypeError, match="positional"):
+        HeadOptions("auto")
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_a_function_refuses_fields_that_it_has_no_use_for(function):
+    for field, (value, expected) in REFUSED[function].items():
+        got = rf"options\.{field}: expected {expected} in this function, got {value!r}; leave it out$"
+        with pytest.raises(ValueError, match=f"^{got}"):
+            results(FUNCTIONS[function], options=HeadOptions(**{field: value}))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("field", [None, *EACH])
+def test_a_function_takes_the_others(function, field):
+    """The loss and its gradients are right with each of them."""
+    if field in REFUSED[function] and field != "gradient" or field == "sequence_parallel":
+        return
+    value = "in_forward" if function == "linear_objective" and field == "gradient" else EACH.get(field)
+    options = None if field is None else HeadOptions(**{field: value})
+    for actual, right in zip(results(FUNCTIONS[function], options=options), truth(), strict=True):
+        torch.testing.assert_close(actual.double(), right, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_options_are_a_record(function):
+    with pytest.raises(TypeError, match=r"^options: expected a HeadOptions or None, got dict; pass HeadOptions\("):
+        results(FUNCTIONS[function], options={"chunk_size": 4})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_field_among_the_keywords_is_an_error_that_says_where_it_goes(function):
+    for field, value in EACH.items():
+        remedy = rf"; pass options=HeadOptions\({field}=\.\.\.\)$"
+        with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument '{field}'{remedy}"):
+            results(FUNCTIONS[function], **{field: value})
+    with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'chunks'$"):
+        results(FUNCTIONS[function], chunks=4)
+
+
+def test_modules_say_the_same():
+    hidden, weight, labels = tensors()
+    with pytest.raises(TypeError, match=r"^LinearCrossEntropy\(\) got .*'chunk_size'; pass options=HeadOptions\("):
+        vp.LinearCrossEntropy(in_features=WIDTH, columns=COLUMNS, chunk_size=4)
+    with pytest.raises(TypeError, match=r"^VocabParallelCrossEntropy\(\) got .*'chunk_size'$"):
+        vp.VocabParallelCrossEntropy(chunk_size=4)
+    with pytest.raises(TypeError, match=r"^LinearCrossEntropy\(\) got .*'temperature'$"):
+        vp.LinearCrossEntropy(in_features=WIDTH, columns=COLUMNS, temperature=2.0)
+    with pytest.raises(ValueError, match="^gradient: 'in_forward' cannot know the grad_output of reduction 'none'"):
+        vp.LinearCrossEntropy(
+            in_features=WIDTH, columns=COLUMNS, reduction="none", options=HeadOptions(gradient="in_forward")
+        )
+    module = vp.LinearCrossEntropy(in_features=WIDTH, columns=COLUMNS, options=HeadOptions(chunk_size=4))
+    assert "options=HeadOptions(chunk_size=4)" in repr(module)
+    module.options = {"chunk_size": 2}
+    with pytest.raises(TypeError, match="^options: expected a HeadOptions"):
+        module(hidden, labels)
+
+
+def test_equal_records_are_one_kind_of_call():
+    """Its key is the value: a record that is made for each call costs no plan."""
+    plan._kinds.forget()
+    for chunk_size in (2, 2, 3, 2):
+        results(vp.linear_cross_entropy, options=HeadOptions(chunk_size=chunk_size))
+    assert len([kind for kind in plan._kinds.by_key.values() if kind.made is not None]) == 2
+    results(vp.linear_cross_entropy, options=None)
+    results(vp.linear_cross_entropy, options=HeadOptions())
+    assert len([kind for kind in plan._kinds.by_key.values() if kind.made is not None]) == 3
+
+
+def made_inside(h, w, y, size="auto"):
+    return vp.linear_cross_entropy(h, w, y, options=HeadOptions(chunk_size=size, gradient="in_backward"))
+
+
+def passed_in(h, w, y, options):
+    return vp.linear_cross_entropy(h, w, y, options=options)
+
+
+CONSTANT, IN_BACKWARD = HeadOptions(chunk_size="1KiB", valid_tokens=5), HeadOptions(gradient="in_backward")
+
+
+def a_constant(h, w, y):
+    return vp.linear_cross_entropy(h, w, y, options=CONSTANT)
+
+
+CALLS = {
+    "made inside": (made_inside, [(), (3,), (4,), (5,), ("1KiB",)]),
+    "passed in": (
+        passed_in,
+        [(None,), (HeadOptions(chunk_size=3),), (IN_BACKWARD,), (CONSTANT,)],
+    ),
+    "a constant": (a_constant, [()]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code_takes_a_record(name):
+    torch.compiler.reset()
+    function, values = CALLS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for others in values:
+        found = [results(f, *others) for f in (function, compiled)]
+        assert all(map(torch.equal, *found)), others
+
+
+def test_compiled_code_says_what_is_wrong_with_a_record():
+    torch.compiler.reset()
+    compiled = torch.compile(made_inside, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="chunk_size: must be positive|got 0"):
+        compiled(*tensors(), 0)
+
+
+class Loss(torch.nn.Module):
+    def forward(self, hidden, weight, labels):
+        options = HeadOptions(chunk_size=2)
+        return vp.linear_cross_entropy(hidden, weight, labels, options=options) + a_constant(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("strict", (False, True))
+def test_a_record_in_code_that_is_exported(strict):
+    given = tuple(each.detach() for each in tensors())
+    exported = torch.export.export(Loss(), given, strict=strict)
+    assert torch.equal(exported.module()(*given), Loss()(*given))
