@@ -146,6 +146,7 @@ def test_a_module_takes_the_number_of_items_and_returns_outputs(impl_device, fam
     inputs = projection()
     labels, options = inputs.labels.to(device), {**EVERY, "reduction": "sum", "impl": impl, "outputs": ("predictions",)}
     if family == "linear":
+        options["options"] = HeadOptions(impl=options.pop("impl"))
         owner = torch.nn.ModuleList([head := torch.nn.Linear(WIDTH, COLUMNS, bias=False)])
         head.weight.data.copy_(inputs.weight)
         module, states = package.LinearCrossEntropy(owner.to(device)[0], **options), inputs.hidden.to(device)
