@@ -1,6 +1,6 @@
 """Train a small language model with a sharded vocabulary, and compare it with an unsharded run.
 
-    torchrun --nproc-per-node 2 scripts/train_lm.py     # NCCL on 2 GPUs, otherwise gloo on the CPU
+    torchrun --nproc-per-node 2 scripts/train_lm.py     # NCCL, a GPU for each rank; without any, gloo on the CPU
     python scripts/train_lm.py                          # one rank, no process group
 
 Regime: fp32, tensor parallelism over the vocabulary alone, the same batch on all ranks. The text is

@@ -190,7 +190,7 @@ class Settings(NamedTuple):
     impl: Implementation = "auto"
     check_labels: FlagOrAuto = "auto"
     vocab_size: int | VocabShard | None = None
-    head: HeadOptions = DEFAULTS  # how a head computes it
+    head: HeadOptions = DEFAULTS  # how a head computes it; of its first three fields only those above are read
 
     @property
     def asks_for_differentiable(self) -> bool:

@@ -102,7 +102,7 @@ def check_summed_once(hidden: Tensor, group: Any) -> None:
             raise ValueError(
                 "hidden: expected its gradient to be summed once, got the result of copy_to_ranks or of Megatron-LM's "
                 "copy, whose sum over the ranks this head would sum again; pass hidden as it is, or "
-                "reduce_hidden_grad=False"
+                "options=HeadOptions(reduce_hidden_grad=False)"
             )
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import typing
 
 import pytest
 import torch
@@ -185,6 +186,25 @@ def test_modules_say_the_same():
     module.options = {"chunk_size": 2}
     with pytest.raises(TypeError, match="^options: expected a HeadOptions"):
         module(hidden, labels)
+    for name, value in EACH.items():
+        with pytest.raises(AttributeError, match=rf"^{name}: expected it in options.*write module.options = Head"):
+            setattr(module, name, value)
+
+
+def test_a_subclass_of_a_module_has_its_own_signature():
+    class Scaled(vp.VocabParallelCrossEntropy):
+        def __init__(self, alpha):
+            super().__init__(logit_scale=alpha)
+
+    assert [*inspect.signature(Scaled).parameters] == ["alpha"] and Scaled(2.0).logit_scale == 2.0
+
+
+@pytest.mark.parametrize("name", [name for name in vp.__all__ if inspect.isfunction(getattr(vp, name))])
+def test_type_hints_are_known(name):
+    function = getattr(vp, name)
+    assert typing.get_type_hints(function)
+    annotations = [each.annotation for each in inspect.signature(function, eval_str=True).parameters.values()]
+    assert not any(isinstance(each, str) for each in annotations)
 
 
 def test_equal_records_are_one_kind_of_call():

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -112,13 +112,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def signature_of(function: Callable[..., Any], settings: type | None) -> inspect.Signature:
     """Return a function's signature, with ``settings`` and their defaults in the place of its ``**keywords``."""
-    signature = inspect.signature(function)
     if settings is None:
-        return signature
+        return inspect.signature(function)
+    signature = inspect.signature(function, eval_str=True)
     *others, _ = signature.parameters.values()
-    hints, kind = settings.__annotations__, inspect.Parameter.KEYWORD_ONLY
+    hints, kind = get_type_hints(settings), inspect.Parameter.KEYWORD_ONLY
     named = [
-        inspect.Parameter(name, kind, default=default, annotation=hints[name].__forward_arg__)
+        inspect.Parameter(name, kind, default=default, annotation=hints[name])
         for name, default in Settings._field_defaults.items()
         if name in hints
     ]
@@ -178,7 +178,8 @@ def public(
             is_usual = known.issuperset(kwargs) and not (verify.is_on and verifies)
             return function(*args, **kwargs) if is_usual else run(*args, **kwargs)
 
-        call.__signature__ = signature  # type: ignore[attr-defined]
+        if settings is not None:
+            call.__signature__ = signature  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return decorate

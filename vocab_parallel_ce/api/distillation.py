@@ -6,9 +6,10 @@ gradient replaces the student's logits there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
@@ -23,9 +24,6 @@ from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
 from vocab_parallel_ce.options import DivergenceSettings, HeadOptions, Takes, divided_by, head_settings, settings_of
 from vocab_parallel_ce.targets import Head
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 HEADS: Takes = {"sequence_parallel": (False,), "logits_dtype": (None,), "valid_tokens": (None,)}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
@@ -19,9 +20,6 @@ from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import HeadOptions, LogProbSettings, LossSettings, Takes, divided_by, head_settings
 from vocab_parallel_ce.targets import Head
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 LOG_PROBS: Takes = {"gradient": ("auto", "in_backward")}
 

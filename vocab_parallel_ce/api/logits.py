@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import (
@@ -19,9 +20,6 @@ from vocab_parallel_ce.api.call import (
 from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import LogProbSettings, LossSettings, divided_by, settings_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @public(overwrites, LossSettings)

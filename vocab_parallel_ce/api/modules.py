@@ -17,7 +17,7 @@ from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.collectives import NamedGroup, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
 from vocab_parallel_ce.head.arguments import check_gradient
-from vocab_parallel_ce.options import Settings, check_settings, head_settings, settings_of
+from vocab_parallel_ce.options import HEAD_FIELDS, Settings, check_settings, head_settings, settings_of
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
@@ -34,6 +34,9 @@ class _LossModule(nn.Module):
         """Take the options of ``function``, except what each call of a module takes anew."""
         super().__init_subclass__()
         if function is None:
+            if "__init__" in vars(cls):  # of a caller's subclass
+                _, *others = inspect.signature(cls.__init__).parameters.values()
+                cls.__signature__ = inspect.Signature(others)
             return
         parameters = inspect.signature(function).parameters.values()
         options = [p for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")]
@@ -42,32 +45,32 @@ class _LossModule(nn.Module):
         cls.defaults = {p.name: p.default for p in options}
         cls.__signature__ = inspect.Signature([*others, *options])
 
-    def __init__(self, *positional: Any, **options: Any) -> None:
-        """Check the options, and make them attributes."""
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        """Check the keywords, and make them attributes."""
         super().__init__()
         if positional:
             got = f"{len(positional)} arguments; pass options by name, as class_weight="
             raise TypeError(f"{type(self).__name__}: expected keywords alone, got {got}")
-        if "weight" in options:
+        if "weight" in keywords:
             raise TypeError(checks.NOT_WEIGHT)
-        if not options.keys() <= self.defaults.keys():
-            raise unexpected(type(self), options, self.defaults)
-        options = self.defaults | options
-        values = {name: value for name, value in options.items() if name in Settings._fields}
-        class_weight = options.pop("class_weight")
+        if not keywords.keys() <= self.defaults.keys():
+            raise unexpected(type(self), keywords, self.defaults)
+        keywords = self.defaults | keywords
+        values = {name: value for name, value in keywords.items() if name in Settings._fields}
+        class_weight = keywords.pop("class_weight")
         if class_weight is not None:
             checks.expect("class_weight", class_weight)
             checks.check_requires_no_gradient("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
-        options["group"] = process_group_of(options["group"])
-        for name, value in options.items():
+        keywords["group"] = process_group_of(keywords["group"])
+        for name, value in keywords.items():
             setattr(self, name, value)
-        if "options" in options:
-            settings = head_settings(options["options"], **values)
-            check_gradient(settings, knows_grad_output=options["expected_grad_output"] is not None)
+        if "options" in keywords:
+            settings = head_settings(keywords["options"], **values)
+            check_gradient(settings, knows_grad_output=keywords["expected_grad_output"] is not None)
         else:
             settings = settings_of(**values)
-        check_settings(settings, group_position(options["group"])[1])
+        check_settings(settings, group_position(keywords["group"])[1])
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.defaults}
@@ -157,7 +160,7 @@ class LinearCrossEntropy(_LossModule, function=linear_cross_entropy):
         in_features: int | None = None,
         columns: int | None = None,
         bias: bool = False,
-        **options: Any,
+        **keywords: Any,
     ) -> None:
         if positional:
             sizes = (head, *positional)
@@ -165,7 +168,7 @@ class LinearCrossEntropy(_LossModule, function=linear_cross_entropy):
             shown = ", ".join(f"{n}={v}" for n, v in zip(("in_features", "columns", "bias"), sizes, strict=False))
             expected, got = "a head, or keywords alone", f"{len(positional) + 1} arguments"
             raise TypeError(f"LinearCrossEntropy: expected {expected}, got {got}; pass {shown} and options by name")
-        super().__init__(**options)
+        super().__init__(**keywords)
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
             raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
@@ -187,6 +190,13 @@ class LinearCrossEntropy(_LossModule, function=linear_cross_entropy):
             self.linear = head
         if self.head.weight.dim() != 2:
             raise ValueError(f"weight: expected shape [C, D], got {tuple(self.head.weight.shape)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what is a field of ``options``: as an attribute of its own it would do nothing."""
+        if name in HEAD_FIELDS:
+            remedy = f"write module.options = HeadOptions({name}=...)"
+            raise AttributeError(f"{name}: expected it in options, got an attribute of its own; {remedy}")
+        super().__setattr__(name, value)
 
     @property
     def head(self) -> Any:
@@ -264,7 +274,7 @@ def _check_hooks(head: nn.Module) -> None:
         raise ValueError(
             "head: tensor parallelism must have input_layouts=Replicate(), because this loss skips its "
             f"hooks, got {parallel.input_layouts}; use ColwiseParallel() and pass whole hidden states, or "
-            "parts with sequence_parallel=True"
+            "parts with options=HeadOptions(sequence_parallel=True)"
         )
     if not is_dtensor(head.weight):
         raise ValueError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from vocab_parallel_ce.api.call import (
     Outputs,
@@ -19,9 +20,6 @@ from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.options import HeadOptions, ObjectiveSettings, Takes, head_settings
 from vocab_parallel_ce.targets import Head
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 OBJECTIVES: Takes = {"gradient": ("auto", "in_forward"), "keep_logits": ("none",)}
 
@@ -65,7 +63,8 @@ def linear_objective(
             id that is ``ignore_index``; a token is ignored if all its ids are. They take no ``outputs``.
         tokens: by name, numbers that are known beforehand, ``[...]`` or ``[..., m]`` and of any dtype, the same on
             every rank; the function gets ``[n]`` or ``[n, m]``. They get no gradient.
-        outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result.
+        outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result; in ``objective`` those
+            without a gradient are constants.
         reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
         num_items: divides the sum in place of that number: a number ``>= 0``, or a tensor of one element.
         check_objective: at the first call of each function (of its code) with gradients, raise ValueError if a

@@ -158,7 +158,9 @@ class Switch:
             if old is None:
                 if stand_in.optional:
                     raise ImportError("this version has no such name")
-                raise ValueError(f"{module}.{path}: expected that of {self.version}, got no such name")
+                raise ValueError(
+                    f"{module}.{path}: expected that of {self.version}, got no such name; install that version"
+                )
             return Rebound(target, old, stand_in.make(old), [(owner, name)])
         expected = _parameters(stand_in)
         got = None if old is None else _parameters(old)
