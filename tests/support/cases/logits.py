@@ -51,10 +51,9 @@ def of_every_output(found: Outputs) -> tuple[Tensor, ...]:
     return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both, found.predictions
 
 
-def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | None]:
-    """Random ones of the outputs of :func:`of_every_output` that have a gradient, or of the one of that number."""
-    grads = [random_grad_output(rows, seed=i) for i in range(3)]
-    return [grad if used in ("all", i) else None for i, grad in enumerate(grads)]
+def grads_of_every_output(rows: int) -> list[Tensor]:
+    """Random ones of the outputs of :func:`of_every_output` that have a gradient."""
+    return [random_grad_output(rows, seed=i) for i in range(3)]
 
 
 def every_output(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
