@@ -111,12 +111,10 @@ def check_head(
     linear.assert_right(results, inputs, *grad_outputs, function=function, bounds=bounds, **options)
 
 
-def of_loss(gradient: str, reduction: str, columns: int = COLUMNS) -> OverLogits:
-    return OverLogits(vp.vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}, columns)
-
-
 PROGRAMS: dict[str, OverLogits | OverHeads] = {
-    f"{gradient}, {reduction}": of_loss(gradient, reduction)
+    f"{gradient}, {reduction}": OverLogits(
+        vp.vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}
+    )
     for gradient in ("auto", "in_forward", "out_of_place")
     for reduction in ("mean", "none")
 }

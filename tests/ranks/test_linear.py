@@ -18,9 +18,9 @@ from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_sev
 from vocab_parallel_ce import VocabShard
 
 
-def made(world, kind="some_ignored", rows=sizes.ROWS, **settings):
+def made(world, kind="some_ignored", **settings):
     """Tokens whose logits have :data:`COLUMNS` columns on each rank."""
-    return linear.projection(kind, rows, sizes.COLUMNS * world, shards=world, **settings)
+    return linear.projection(kind, sizes.ROWS, sizes.COLUMNS * world, shards=world, **settings)
 
 
 @pytest.mark.quick
