@@ -1,7 +1,7 @@
 """The random calls and those of samplers launch every kernel with every option over rows of every kind, in both lanes.
 
-``support/launches.py`` reads from the kernels what there is to launch. Random calls check the numbers, with another
-kind of programs in each round. Here nothing is launched, so wide calls need no GPU.
+``support/kernels/launches.py`` reads from the kernels what there is to launch. Random calls check the numbers, with
+another kind of programs in each round. Here nothing is launched, so wide calls need no GPU.
 """
 
 import warnings

@@ -54,26 +54,26 @@ class ScriptedTimer(clock.CpuTimer):
         return 192
 
 
-def measured(names, timer=None, case=LOGITS, extra=(), graphs=False, rounds=3):
+def measured(names, timer=None, case=LOGITS, extra=(), graphs=False):
     known = [each for each in providers.PROVIDERS if (each.takes == "head") == case.is_head]
     chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
-    subject = measure.subject_of(case, ALONE, rounds)
+    subject = measure.subject_of(case, ALONE, 3)
     return {
         each["provider"]: each for each in measure.measure(subject, chosen, timer or ScriptedTimer(), graphs=graphs)
     }
 
 
-def provider_of(loss_of, name="other", **fields):
+def provider_of(loss_of, **fields):
     module = OURS if fields.pop("is_ours", False) else "torch"
-    return providers.Provider(name, lambda m: loss_of, module, "torch", **fields)
+    return providers.Provider("other", lambda m: loss_of, module, "torch", **fields)
 
 
 def eager(logits, labels, reduction, group):
     return functional.cross_entropy(logits, labels, reduction=reduction)
 
 
-def result(provider, ratio, case=LOGITS, **changes):
-    return case._asdict() | {"provider": provider, "ratio": ratio, "ms": 20 * ratio, "peak_bytes": 2**31} | changes
+def result(provider, ratio, **changes):
+    return LOGITS._asdict() | {"provider": provider, "ratio": ratio, "ms": 20 * ratio, "peak_bytes": 2**31} | changes
 
 
 def document(*results):

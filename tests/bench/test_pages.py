@@ -13,7 +13,6 @@ from bench_lib import cases, documents, pages  # isort: skip
 pytestmark = pytest.mark.reference
 
 ROOT = SCRIPTS.parent
-NONE = cases.Case("none", 8192, 32064, 1)
 
 
 def test_the_pages_are_those_of_the_documents():

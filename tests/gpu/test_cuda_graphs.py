@@ -14,7 +14,7 @@ import vocab_parallel_ce as vp
 from tests.support.cases import flat, linear
 from tests.support.cases.inputs import IGNORE_INDEX, batch, shard_of
 from tests.support.cases.linear import WIDTH, Projection, many_tokens
-from tests.support.cases.logits import Results, assert_right, flat_outputs, random_grad_output
+from tests.support.cases.logits import Results, assert_right, flat_outputs, zero_first_grad_output
 from tests.support.host.gpu import captured
 from tests.support.ranks.case import even
 
@@ -34,7 +34,7 @@ def grad_outputs_of(options: dict[str, Any], seed: int, rows: int = ROWS) -> tup
     if options.get("reduction", "none") == "mean":
         return (0.5 + torch.rand((), generator=torch.Generator().manual_seed(seed)),)
     n_outputs = 1 + len(options.get("outputs", ()))
-    return tuple(random_grad_output(rows, 10 * seed + i, "zero in the first token") for i in range(n_outputs))
+    return tuple(zero_first_grad_output(rows, 10 * seed + i) for i in range(n_outputs))
 
 
 class OverLogits(NamedTuple):
@@ -111,12 +111,10 @@ def check_head(
     linear.assert_right(results, inputs, *grad_outputs, function=function, bounds=bounds, **options)
 
 
-def of_loss(gradient: str, reduction: str, columns: int = COLUMNS) -> OverLogits:
-    return OverLogits(vp.vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}, columns)
-
-
 PROGRAMS: dict[str, OverLogits | OverHeads] = {
-    f"{gradient}, {reduction}": of_loss(gradient, reduction)
+    f"{gradient}, {reduction}": OverLogits(
+        vp.vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}
+    )
     for gradient in ("auto", "in_forward", "out_of_place")
     for reduction in ("mean", "none")
 }

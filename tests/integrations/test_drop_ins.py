@@ -17,7 +17,6 @@ from tests.support.cases.inputs import DTYPES, batch
 from tests.support.cases.logits import Results
 from tests.support.frameworks import rl
 from tests.support.ranks.collectives import record_collectives
-from tests.support.ranks.pools import device_of
 from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce.integrations import nemo_automodel, nemo_rl, openrlhf, skyrl, swift, verl
 
@@ -225,7 +224,7 @@ def _in_rank(rank, group, name, inputs):
         for module in MEGATRONS:
             patch.setattr(module, "tensor_parallel_group", lambda: group)
         place = Place(group, *rl.columns_of(rank, group))
-        actual, n_bytes = _results(ON_RANKS[name], rl.shards(inputs, rank, 2, device_of(rank, group)), place)
+        actual, n_bytes = _results(ON_RANKS[name], rl.shards(inputs, rank, group), place)
     if ON_RANKS[name].head:
         share = actual.grads[0].clone()
         dist.all_reduce(actual.grads[0], group=group)
@@ -267,7 +266,7 @@ def test_sums_of_squared_probabilities(monkeypatch, device, dtype, name):
 
 
 def _sharded_squares(rank, group, inputs):
-    (logits,) = rl.shards(inputs, rank, 2, device_of(rank, group)).leaves
+    (logits,) = rl.shards(inputs, rank, group).leaves
     with pytest.MonkeyPatch.context() as patch, record_collectives() as collectives:
         patch.setattr(verl, "tensor_parallel_group", lambda: group)
         actual = verl.vocab_parallel_sum_pi_squared(logits)

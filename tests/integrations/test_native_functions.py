@@ -32,10 +32,6 @@ AUTOMODEL = f"{nemo_automodel.LOSSES}.loss"
 BETAS = (0, 1, 0.3)
 
 
-def _shards(rank, group, inputs):
-    return rl.shards(inputs, rank, 2, device_of(rank, group))
-
-
 def _outcome(leaves, log_probs=None, entropy=None, *, grads):
     """The results of a call, after backward."""
     rl.backward([log_probs, entropy], grads)
@@ -44,7 +40,7 @@ def _outcome(leaves, log_probs=None, entropy=None, *, grads):
 
 
 def _verl(rank, group):
-    functions, inputs = rl.real_module(VERL_SHARDS), _shards(rank, group, rl.policy(kind="peaked"))
+    functions, inputs = rl.real_module(VERL_SHARDS), rl.shards(rl.policy(kind="peaked"), rank, group)
     (leaf,) = rl.leaves_of(inputs)
     entropy = functions.vocab_parallel_entropy(leaf * 1)
     log_probs = functions.vocab_parallel_log_probs_from_logits(leaf * 1, inputs.labels)
@@ -53,7 +49,7 @@ def _verl(rank, group):
 
 def _nemo_logits(rank, group):
     """With padding, in chunks, and of two sequences in one tensor."""
-    utils, inputs = rl.real_module(NEMO_RL), _shards(rank, group, rl.next_tokens(rl.policy(kind="confident")))
+    utils, inputs = rl.real_module(NEMO_RL), rl.shards(rl.next_tokens(rl.policy(kind="confident")), rank, group)
     place, actual = (*rl.columns_of(rank, group), group), []
     for padding, options in ((0, {}), (2, {}), (0, {"chunk_size": 3})):
         (leaf,) = rl.leaves_of(inputs)
@@ -68,7 +64,7 @@ def _nemo_logits(rank, group):
 
 
 def _nemo_head(rank, group):
-    inputs = _shards(rank, group, rl.next_tokens(rl.policy(kind="confident", head=True)))
+    inputs = rl.shards(rl.next_tokens(rl.policy(kind="confident", head=True)), rank, group)
     hidden, weight = rl.leaves_of(inputs)
     part = hidden.transpose(0, 1).contiguous().chunk(2)[rank]
     place = *rl.columns_of(rank, group), group
@@ -80,7 +76,7 @@ def _nemo_head(rank, group):
 
 
 def _skyrl(rank, group):
-    utils, inputs = rl.real_module(skyrl.MODULE), _shards(rank, group, rl.policy(kind="peaked"))
+    utils, inputs = rl.real_module(skyrl.MODULE), rl.shards(rl.policy(kind="peaked"), rank, group)
     place, actual = (*rl.columns_of(rank, group), group), []
     for chunk_size in (None, 3):
         (leaf,) = rl.leaves_of(inputs)
@@ -93,7 +89,7 @@ def _skyrl(rank, group):
         entropy = utils.vocab_parallel_entropy(leaf * 1, **options)
         rl.backward([entropy], inputs.grads[1:])
         actual += [entropy.detach(), leaf.grad]
-    hidden, weight = rl.leaves_of(_shards(rank, group, rl.policy(kind="peaked", head=True)))
+    hidden, weight = rl.leaves_of(rl.shards(rl.policy(kind="peaked", head=True), rank, group))
     options = {"chunk_size": 2, "temperature": 0.7}
     log_probs = utils.from_parallel_hidden_to_logprobs(hidden, weight, inputs.labels, *place, **options)
     rl.backward([log_probs], [inputs.grads[0][:, :-1]])
@@ -101,7 +97,7 @@ def _skyrl(rank, group):
 
 
 def _swift_policy(rank, group):
-    functions, inputs, actual = rl.real_module(swift.SHARDS), _shards(rank, group, rl.policy(kind="confident")), []
+    functions, inputs, actual = rl.real_module(swift.SHARDS), rl.shards(rl.policy(kind="confident"), rank, group), []
     for compute_entropy in (False, True):
         (leaf,) = rl.leaves_of(inputs)
         outputs = functions.compute_logps_and_entropy_from_logits(leaf * 1, inputs.labels, compute_entropy)
@@ -132,7 +128,7 @@ def _swift_gkd(rank, group):
     """The whole pipeline, of tokens that are not ignored, and of a teacher that is known at its top k."""
     functions, gkd = rl.real_module(swift.SHARDS), rl.real_module(swift.GKD)
     gather = rl.real_module("swift.megatron.trainers.gkd_utils").tp_gather_topk
-    inputs, teacher, actual = _shards(rank, group, rl.policy()), rl.policy(kind="confident").leaves[0], []
+    inputs, teacher, actual = rl.shards(rl.policy(), rank, group), rl.policy(kind="confident").leaves[0], []
     part = teacher.chunk(2, -1)[rank].to(inputs.labels.device)
     values, indices = teacher.to(part.device).log_softmax(-1).topk(4)
     functions = gather, functions.vocab_parallel_log_softmax, functions.vocab_parallel_kl_div

@@ -88,4 +88,4 @@ def test_a_source_is_declined_for_a_reason(reason: str, old: str, new: str) -> N
 
 def test_a_guarded_softcap_without_an_else_is_rewritten() -> None:
     new = rewrite_source(FORWARD.replace(NONE, CAP))
-    assert not isinstance(new, Declined) and new.captured.softcap == "self.c"
+    assert not isinstance(new, Declined) and "softcap=self.c," in new

@@ -78,11 +78,11 @@ def shop(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def _results(shop, trainer=True):
+def _results(shop):
     core = shop("shop.core")
     found = [core.price(1), core.Till()(1), core.weigh(1, 2), core.Scale.apply(1, 2)]
     others = shop("shop.trainer")
-    return found + ([others.cost(1), others.weigh(1, 2), others.Scale.apply(1, 2)] if trainer else [])
+    return [*found, others.cost(1), others.weigh(1, 2), others.Scale.apply(1, 2)]
 
 
 OWN, OURS = ["own", "own", 2, 2, "own", 2, 2], ["ours"] * 7

@@ -34,8 +34,8 @@ def _torchtitans_own_afterwards():
     assert {name: getattr(titan, name) for name in OWN} == OWN
 
 
-def _inputs(vocab_size, dtype=torch.float32, kind="some_ignored"):
-    logits, labels = batch(kind, rows=10, vocab_size=vocab_size, dtype=dtype)
+def _inputs(vocab_size, dtype=torch.float32):
+    logits, labels = batch("some_ignored", rows=10, vocab_size=vocab_size, dtype=dtype)
     return logits.view(*SHAPE, -1), labels.view(SHAPE)
 
 

@@ -235,8 +235,8 @@ def _tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def _texts(n, words, seed):
-    picks = torch.randint(len(WORDS), (n, words), generator=torch.Generator().manual_seed(seed)).tolist()
+def _texts(words, seed):
+    picks = torch.randint(len(WORDS), (20, words), generator=torch.Generator().manual_seed(seed)).tolist()
     return [" ".join(WORDS[i] for i in row) for row in picks]
 
 
@@ -245,20 +245,20 @@ def _even_words(completions, **_):
 
 
 def _sft(common):
-    rows = Dataset.from_list([{"text": text} for text in _texts(20, 7, 0)])
+    rows = Dataset.from_list([{"text": text} for text in _texts(7, 0)])
     args = trl.SFTConfig(**common, max_length=16)
     return trl.SFTTrainer(_model(), args, train_dataset=rows, processing_class=_tokenizer())
 
 
 def _dpo(common):
-    columns = zip(_texts(20, 3, 0), _texts(20, 4, 1), _texts(20, 5, 2), strict=True)
+    columns = zip(_texts(3, 0), _texts(4, 1), _texts(5, 2), strict=True)
     rows = Dataset.from_list([{"prompt": p, "chosen": " " + c, "rejected": " " + r} for p, c, r in columns])
     args = trl.DPOConfig(**common, max_length=16)
     return trl.DPOTrainer(_model(), _model(), args, train_dataset=rows, processing_class=_tokenizer())
 
 
 def _grpo(common):
-    rows = Dataset.from_list([{"prompt": text} for text in _texts(20, 3, 0)])
+    rows = Dataset.from_list([{"prompt": text} for text in _texts(3, 0)])
     of_rewards = {"num_generations": 2, "max_completion_length": 4, "temperature": 0.7, "entropy_coef": 0.01}
     args = trl.GRPOConfig(**common, **of_rewards)
     return trl.GRPOTrainer(_model(), _even_words, args, train_dataset=rows, processing_class=_tokenizer())

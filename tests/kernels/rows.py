@@ -1,7 +1,5 @@
 """Rows that kernels walk, and the shard of one rank."""
 
-from typing import Any
-
 from torch import Tensor
 
 from tests.support.cases.layouts import Layout, logits_layouts
@@ -15,7 +13,7 @@ def whole(logits: Tensor) -> VocabShard:
     return VocabShard(0, logits.shape[-1], logits.shape[-1])
 
 
-def walked_layouts(columns: int, *, disjoint: bool = False, **arguments: Any) -> list[Layout]:
+def walked_layouts(columns: int, *, disjoint: bool = False, device: str = "cpu") -> list[Layout]:
     """``logits_layouts`` that kernels walk, and, if ``disjoint``, may write."""
-    layouts = [layout for layout in logits_layouts(columns, **arguments) if layout.name not in COPIED]
+    layouts = [layout for layout in logits_layouts(columns, device=device) if layout.name not in COPIED]
     return [layout for layout in layouts if not (disjoint and layout.shares_elements)]

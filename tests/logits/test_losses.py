@@ -8,8 +8,6 @@ from tests.support.cases.logits import COLUMNS, GRADIENTS, METRICS, REDUCTIONS, 
 from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
-NAN, INF = float("nan"), float("inf")
-
 
 @pytest.mark.quick
 @pytest.mark.parametrize("leading", [(2, 3), (4,), (2, 1, 3), (1, 1), (1,), (0, 3)])

@@ -7,9 +7,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.cases.inputs import IGNORE_INDEX, NAN, Batch, batch, grad_output_layouts
+from tests.support.cases.inputs import IGNORE_INDEX, NAN, Batch, batch, transposed_grad_output
 from tests.support.cases.logits import EVERY as ALL_NUMBERS
-from tests.support.cases.logits import GRADIENTS, METRICS, REDUCTIONS, broad_rows, every_output, grads_of_every_output
+from tests.support.cases.logits import (
+    GRADIENTS,
+    METRICS,
+    REDUCTIONS,
+    broad_rows,
+    every_output,
+    grads_of_every_output,
+    zero_first_grad_output,
+)
 from tests.support.cases.weights import weights
 from tests.support.ranks.case import Case, check, chunked, even, run
 from tests.support.ranks.collectives import assert_refused, error_of, messages_of
@@ -73,7 +81,7 @@ def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, ki
     for kind in kinds:
         for dtype in (torch.float16, torch.float32):
             made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
-            grad_output = dict(grad_output_layouts((2 * world,)))["zero in the first token"]
+            grad_output = zero_first_grad_output(2 * world)
             case = Case(made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
             check(case, rank_pool.run(run, case))
 
@@ -115,7 +123,7 @@ def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, gradien
     logits, labels = batch("mixture", rows=8, vocab_size=2 * COLUMNS, shards=2)
     for reduction, grad_output in (
         ("mean", torch.tensor(0.75)),
-        ("none", dict(grad_output_layouts((2, 4)))["transposed"]),
+        ("none", transposed_grad_output(2, 4)),
     ):
         options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
         case = Case(Batch(logits.view(2, 4, -1), labels.view(2, 4)), impl, options, grad_outputs=(grad_output,))

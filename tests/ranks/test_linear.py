@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.cases import linear
 from tests.support.cases.flat import linear_cross_entropy
-from tests.support.cases.inputs import IGNORE_INDEX, grad_output_layouts
+from tests.support.cases.inputs import IGNORE_INDEX, transposed_grad_output
 from tests.support.cases.logits import grads_of_every_output
 from tests.support.cases.weights import weights
 from tests.support.ranks import linear as sizes
@@ -18,9 +18,9 @@ from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_sev
 from vocab_parallel_ce import VocabShard
 
 
-def made(world, kind="some_ignored", rows=sizes.ROWS, **settings):
+def made(world, kind="some_ignored", **settings):
     """Tokens whose logits have :data:`COLUMNS` columns on each rank."""
-    return linear.projection(kind, rows, sizes.COLUMNS * world, shards=world, **settings)
+    return linear.projection(kind, sizes.ROWS, sizes.COLUMNS * world, shards=world, **settings)
 
 
 @pytest.mark.quick
@@ -125,7 +125,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
     options = {**way, **more, "sequence_parallel": True, "label_smoothing": 0.1}
     given = linear.zero_first_grad_output(rows).view(shape)
     if name == "one chunk":
-        given = dict(grad_output_layouts(shape))["transposed"]
+        given = transposed_grad_output(*shape)
     case = Case(inputs, impl, options, grad_outputs=(given if way["reduction"] == "none" else torch.tensor(0.75),))
     results = rank_pool.run(run, case)
     check(case, results)

@@ -26,7 +26,7 @@ from tests.support.cases.logits import (
     flat_outputs,
     of_every_output,
     of_oracle,
-    random_grad_output,
+    zero_first_grad_output,
 )
 from tests.support.ranks.collectives import recorded
 from tests.support.truth import oracle
@@ -150,11 +150,6 @@ def many_tokens(rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, 
     labels = torch.randint(0, vocab_size, (rows,), generator=generator)
     labels[::2] = (hidden.float() @ weight.float().T).argmax(dim=1)[::2]
     return Projection(hidden, weight, labels)
-
-
-def zero_first_grad_output(rows: int, seed: int = 0) -> Tensor:
-    """Different in every token, 0 in the first, and not near 0 in the last, which is the broad one."""
-    return random_grad_output(rows, seed, "zero in the first token")
 
 
 def grad_output_of(way: dict[str, Any], rows: int = ROWS) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.support.cases.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
+from tests.support.cases.inputs import NAN, Batch, batch, padded_shard, with_a_broad_row
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget, of_small_cap
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
@@ -51,10 +51,9 @@ def of_every_output(found: Outputs) -> tuple[Tensor, ...]:
     return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both, found.predictions
 
 
-def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | None]:
-    """Random ones of the outputs of :func:`of_every_output` that have a gradient, or of the one of that number."""
-    grads = [random_grad_output(rows, seed=i) for i in range(3)]
-    return [grad if used in ("all", i) else None for i, grad in enumerate(grads)]
+def grads_of_every_output(rows: int) -> list[Tensor]:
+    """Random ones of the outputs of :func:`of_every_output` that have a gradient."""
+    return [random_grad_output(rows, seed=i) for i in range(3)]
 
 
 def every_output(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -91,10 +90,17 @@ def broad_rows(kind: str, rows: int = ROWS, vocab_size: int = COLUMNS, **setting
     return with_a_broad_row(batch(kind, rows=rows - 1, vocab_size=vocab_size, **settings))
 
 
-def random_grad_output(rows: int = ROWS, seed: int = 0, name: str = "random") -> Tensor:
+def random_grad_output(rows: int = ROWS, seed: int = 0) -> Tensor:
     """Different in every token; not near 0 in the last, which is the broad one."""
-    grad_output = dict(grad_output_layouts((rows,), seed=seed))[name]
+    grad_output = torch.randn(rows, generator=torch.Generator().manual_seed(seed))
     grad_output[-1:] = 1.5
+    return grad_output
+
+
+def zero_first_grad_output(rows: int, seed: int = 0) -> Tensor:
+    """That of :func:`random_grad_output`, but 0 in the first token, unless that is the last."""
+    grad_output = random_grad_output(rows, seed)
+    grad_output[:-1][:1] = 0
     return grad_output
 
 

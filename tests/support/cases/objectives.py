@@ -45,13 +45,13 @@ def distilled(log_probs, reference, entropy, **_):
 OBJECTIVES = {each.__name__: each for each in (ppo, grpo, dapo, cispo, distilled)}
 
 
-def numbers_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def numbers_of(shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Numbers of each token: advantages of both signs, the second 0, and log-probabilities."""
     generator = torch.Generator().manual_seed(7)
     advantage, old, reference = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
     advantage.view(-1)[1:2] = 0.0
     numbers = {"advantage": advantage, "old": old - 3, "reference": reference - 3}
-    return {name: number.to(dtype) for name, number in numbers.items()}
+    return {name: number.float() for name, number in numbers.items()}
 
 
 def call(name: str, hidden: Tensor, weight: Tensor, labels: Tensor, *, gradient: str = "in_forward", **options: Any):

@@ -197,11 +197,10 @@ def masked_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (losses.float() * mask).sum() / mask.sum()
 
 
-def step(model: Any, inputs: dict[str, Any], given_mask: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Losses per token, and the gradients of their masked mean."""
     model.zero_grad()
-    given = inputs if given_mask else {name: value for name, value in inputs.items() if name != "loss_mask"}
-    losses = model(**given)
+    losses = model(**inputs)
     masked_mean(losses, inputs["loss_mask"]).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return losses.detach(), found

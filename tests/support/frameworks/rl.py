@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support.cases.inputs import batch, with_a_broad_row
 from tests.support.ranks.case import even
-from tests.support.ranks.pools import in_ranks
+from tests.support.ranks.pools import device_of, in_ranks
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
 
@@ -111,12 +111,12 @@ def assert_right(
             assert_within_budget(grad, true, other, roundings=roundings)
 
 
-def shards(inputs: Policy, rank: int, n_ranks: int, device: Any) -> Policy:
+def shards(inputs: Policy, rank: int, group: Any) -> Policy:
     """In a rank: with its columns of the last leaf, which are equal for all ranks."""
     *others, last = inputs.leaves
-    start, stop = even(COLUMNS // n_ranks, n_ranks)[rank]
+    start, stop = columns_of(rank, group)
     part = last.narrow(-1 if not others else 0, start, stop - start).contiguous()
-    return inputs._replace(leaves=(*others, part)).to(device)
+    return inputs._replace(leaves=(*others, part)).to(device_of(rank, group))
 
 
 def columns_of(rank: int, group: Any) -> tuple[int, int]:

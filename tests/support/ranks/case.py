@@ -100,9 +100,9 @@ def grad_outputs_of(case: Case) -> tuple[Tensor | None, ...]:
         return (soft.grad_output_of(case.options, len(case.inputs.logits)),)
     if case.options.get("reduction") != "none":
         return (torch.tensor(0.75),)
-    name = "zero in the first token" if isinstance(case.inputs, Projection) else "random"
+    made = logits.zero_first_grad_output if isinstance(case.inputs, Projection) else logits.random_grad_output
     labels = case.inputs.labels
-    return (logits.random_grad_output(labels.numel(), name=name).view(labels.shape),)
+    return (made(labels.numel()).view(labels.shape),)
 
 
 def _options_of_rank(case: Case, start: int, stop: int, device: torch.device) -> dict[str, Any]:

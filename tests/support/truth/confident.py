@@ -27,10 +27,10 @@ class Rows(NamedTuple):
     grad: Tensor  # [N, V]
 
 
-def confident_rows(vocab_size, rows=ROWS, dtype=torch.float32, seed=0):
+def confident_rows(vocab_size, rows=ROWS, dtype=torch.float32):
     """``(logits, labels)`` with ``1 - p_y`` about :data:`REMAINDERS`, in rows that are not about 0."""
     gaps = tuple(math.log((1 - q) / q) for q in REMAINDERS)
-    logits, labels = batch("confident", rows=rows, vocab_size=vocab_size, gaps=gaps, seed=seed)
+    logits, labels = batch("confident", rows=rows, vocab_size=vocab_size, gaps=gaps)
     return (logits - 7).to(dtype), labels
 
 

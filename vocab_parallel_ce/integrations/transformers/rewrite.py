@@ -42,31 +42,11 @@ class Declined(NamedTuple):
     reason: str
 
 
-class Captured(NamedTuple):
-    """What a forward does, as source: the logits are ``softcap(scale * head(hidden))``."""
-
-    head: str  # "self.lm_head"
-    hidden: str  # the argument of the head
-    logits: str  # their local name
-    scale: str | None
-    softcap: str | None  # may be None at run time too
-    loss_arguments: str  # what the loss function was given besides logits and labels
-    replay: str  # the statements that make the logits of `_hidden`
-
-
-class RewrittenSource(NamedTuple):
-    """A new source and what it was made of."""
-
-    source: str
-    captured: Captured
-
-
 class Rewritten(NamedTuple):
     """A new forward, not yet in place of the old one."""
 
     forward: Callable[..., Any]
     source: str
-    captured: Captured
 
 
 def rewrite(forward: Callable[..., Any], loss: Callable[..., Any], lazy: Callable[..., Any]) -> Rewritten | Declined:
@@ -90,7 +70,7 @@ def rewrite(forward: Callable[..., Any], loss: Callable[..., Any], lazy: Callabl
         return Declined(str(error))
 
 
-def rewrite_source(source: str) -> RewrittenSource | Declined:
+def rewrite_source(source: str) -> str | Declined:
     """Return the new source of a forward, or why there is none.
 
     ``source``: one function with its decorators. The new source has its indentation and all its other lines.
@@ -114,7 +94,7 @@ def _rewrite(forward: Callable[..., Any], injected: dict[str, Callable[..., Any]
         raise NotUnderstood("stale source: it is not what runs; the file changed, or the function was transformed")
     new = _rewrite_source(source)
     filename = f"<rewritten {old.__code__.co_filename}:{old.__code__.co_firstlineno}>"
-    code = _compile(new.source, old, list(injected), filename)
+    code = _compile(new, old, list(injected), filename)
     _resolve_globals(code, old.__globals__)
     cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
     cells |= {name: CellType(function) for name, function in injected.items()}
@@ -126,18 +106,17 @@ def _rewrite(forward: Callable[..., Any], injected: dict[str, Callable[..., Any]
     if not isinstance(decorated, FunctionType) or _layers(decorated) != _layers(forward):
         raise NotUnderstood("wrapped: forward has wrappers that its source does not show")
     _copy_attributes(forward, decorated)
-    linecache.cache[filename] = (len(new.source), None, [line + "\n" for line in new.source.split("\n")], filename)
-    return Rewritten(decorated, textwrap.dedent(new.source), new.captured)
+    linecache.cache[filename] = (len(new), None, [line + "\n" for line in new.split("\n")], filename)
+    return Rewritten(decorated, textwrap.dedent(new))
 
 
-def _rewrite_source(source: str) -> RewrittenSource:
+def _rewrite_source(source: str) -> str:
     function = _parse(source)
     taken = {HIDDEN, _REPLAY, LOSS, LAZY} & set(re.findall(r"\w+", source))
     if taken:
         raise NotUnderstood(f"rewritten before: the source uses the name `{min(taken)}`")
     region = find_region(function)
     guard, start = region.loss.guard, function.body[region.first]
-    captured, fused = _compose(region)
     lines = source.split("\n")
     indent = lines[guard.lineno - 1][: guard.col_offset]
     text = "\n".join(
@@ -146,16 +125,16 @@ def _rewrite_source(source: str) -> RewrittenSource:
             f"{indent}if labels is None:",
             textwrap.indent("\n".join(lines[start.lineno - 1 : guard.lineno - 1]), " " * 4),
             f"{indent}else:",
-            textwrap.indent(fused, indent + " " * 4),
+            textwrap.indent(_compose(region), indent + " " * 4),
             *lines[guard.end_lineno :],
         ]
     )
     _check_kept(_parse(source).body, _parse(text).body, region)
-    return RewrittenSource(text, captured)
+    return text
 
 
-def _compose(region: Region) -> tuple[Captured, str]:
-    """Return what was captured, and the statements for given labels."""
+def _compose(region: Region) -> str:
+    """The statements for given labels."""
     loss, head, hidden = region.loss, region.head, ast.unparse(region.hidden)
     scale, softcap = (None if node is None else ast.unparse(node) for node in (region.scale, region.softcap))
     arguments = ", ".join(
@@ -178,7 +157,7 @@ def _compose(region: Region) -> tuple[Captured, str]:
         f"    {arguments}",
         ")",
     ]
-    return Captured(head, hidden, loss.logits, scale, softcap, arguments, replay), "\n".join(fused)
+    return "\n".join(fused)
 
 
 def _check_kept(old: list[ast.stmt], new: list[ast.stmt], region: Region) -> None:
