@@ -13,6 +13,7 @@ import vocab_parallel_ce as vp
 from tests.support.random.calls import KINDS, RANKS, Where, is_head, kind_of, name_of, run_call, seeds
 from tests.support.random.public import PUBLIC
 from tests.support.random.tables import FACTORS, FEWER_THAN_RANKS, changes_of, configurations
+from vocab_parallel_ce.options import HEAD_FIELDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,7 +21,7 @@ N_CALLS = len(configurations())  # test_launches.py says what they launch
 # On a GPU, each configuration has each kind of programs.
 SEEDS = seeds(N_CALLS * (len(KINDS[False]) if torch.cuda.is_available() else 1))
 # No options of a call: modules and what they are made of, results, labels, and what runs or compares calls.
-NOT_DRAWN = {"Outputs", "Head", "VocabShard", "cross_entropy_backward", "next_labels"}
+NOT_DRAWN = {"Outputs", "Head", "HeadOptions", "VocabShard", "cross_entropy_backward", "next_labels"}
 NOT_DRAWN |= {"TopKTeacher"}  # every pair of its options in tests/soft/test_topk.py
 NOT_DRAWN |= {"copy_to_ranks", "logits_at", "sampling_threshold", "top_k"}  # no losses
 NOT_DRAWN |= {"linear_objective"}  # some calls of linear_token_log_probs
@@ -44,6 +45,7 @@ ELSEWHERE = {
 # Options of one function that no factor varies, and where they are tested.
 NOT_VARIED = {
     ("linear_distillation_loss", "gradient"): "every mode in tests/soft/test_linear_distillation.py",
+    ("linear_token_log_probs", "gradient"): "in backward alone",
 }
 
 
@@ -93,7 +95,8 @@ def test_every_function_and_option_is_drawn():
     assert public - NOT_DRAWN - {"verify_calls"} == PUBLIC.keys() - CONFIGURED_AGAIN
     for name in drawn - CONFIGURED_AGAIN:
         parameters = inspect.signature(getattr(vp, name)).parameters.values()
-        options = {p.name for p in parameters if p.default is not p.empty} - ELSEWHERE.keys()
+        options = {p.name for p in parameters if p.default is not p.empty}
+        options = (options - {"options"} | {*HEAD_FIELDS} if "options" in options else options) - ELSEWHERE.keys()
         factors = set().union(*(case for function, case in configurations() if function.startswith(name)))
         tensors = {"inp", "target", "_input"}
         missing = {option for option in options - tensors - factors if (name, option) not in NOT_VARIED}

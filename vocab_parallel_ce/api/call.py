@@ -140,6 +140,7 @@ def public(
     def decorate(function: Function) -> Function:
         signature = signature_of(function, settings)
         known = frozenset(signature.parameters)
+        swallows = settings is not None  # unknown keywords too, in its ``**keywords``
         takes_class_weight = {"class_weight", "weight"} & known == {"class_weight"}
 
         @functools.wraps(function)
@@ -147,7 +148,7 @@ def public(
             raise unexpected(function, kwargs, known)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            called = function if known.issuperset(kwargs) else refuse
+            called = function if not swallows or known.issuperset(kwargs) else refuse
             return verify.verified(called, args, kwargs) if verify.is_on and verifies else called(*args, **kwargs)
 
         # It imports the compiler: not before the first call that needs it.
@@ -175,10 +176,10 @@ def public(
                     torch._dynamo.graph_break(msg=why)  # with fullgraph=True the compiler raises this
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
-            is_usual = known.issuperset(kwargs) and not (verify.is_on and verifies)
+            is_usual = (not swallows or known.issuperset(kwargs)) and not (verify.is_on and verifies)
             return function(*args, **kwargs) if is_usual else run(*args, **kwargs)
 
-        if settings is not None:
+        if swallows:
             call.__signature__ = signature  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
