@@ -135,8 +135,8 @@ class LinearCrossEntropy(_LossModule, function=linear_cross_entropy):
             call. None for a new head.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a new head. ``C`` may be 0 on a
             rank with ``vocab_size``.
-        options: other keywords of the function's signature, except ``num_items``; a :class:`HeadOptions` as
-            ``options=``. ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
+        keywords: the other keywords of the function, except ``num_items``; ``options`` is a :class:`HeadOptions`.
+            ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
 
     Raises:
         TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a subclass).
