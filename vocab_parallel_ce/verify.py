@@ -76,11 +76,11 @@ def members(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``function(*args, **kwargs)``, a public function or a forward, which compares its arguments.
+    """Return ``function(*args, **kwargs)``, a public function or a forward, which compares its arguments if that is on.
 
     An error that it raises before it does reaches all ranks.
     """
-    if pending.get() is not None:
+    if not is_on or pending.get() is not None:
         return function(*args, **kwargs)  # a module calls a function: one call
     group, device = _group_and_device(function, args, kwargs)
     if group_position(group)[1] > 1:

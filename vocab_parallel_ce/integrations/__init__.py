@@ -7,7 +7,7 @@ import importlib
 import logging
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -108,7 +108,11 @@ def of_head(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords of a function of hidden states: ``keywords``, with the fields of HeadOptions in one."""
     fields = {name: value for name, value in keywords.items() if name in HEAD_FIELDS}
     others = {name: value for name, value in keywords.items() if name not in fields}
-    return others | {"options": HeadOptions(**fields)}
+    return others | {"options": made_once(**fields)}
+
+
+# HeadOptions of checked fields: to make them at each call takes microseconds.
+made_once: Callable[..., HeadOptions] = functools.lru_cache(maxsize=256, typed=True)(HeadOptions)
 
 
 @functools.cache

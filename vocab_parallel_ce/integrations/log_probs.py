@@ -16,7 +16,8 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import process_group_of
-from vocab_parallel_ce.options import HeadOptions, bytes_of
+from vocab_parallel_ce.integrations import made_once
+from vocab_parallel_ce.options import bytes_of
 
 IGNORED = -100
 
@@ -126,7 +127,7 @@ class FusedLinearChunkedDistributedLogprob:
                 weight,
                 target,
                 group=group,
-                options=HeadOptions(reduce_hidden_grad=False, keep_logits=kept_logits()),
+                options=made_once(reduce_hidden_grad=False, keep_logits=kept_logits()),
             )
 
 

@@ -23,6 +23,7 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.api.sampling import sampling_threshold
 from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.integrations import made_once
 from vocab_parallel_ce.integrations.log_probs import (
     ChunkedDistributedLogprob,
     DistributedLogprob,
@@ -31,7 +32,6 @@ from vocab_parallel_ce.integrations.log_probs import (
     whole_group,
 )
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import HeadOptions
 
 
 class DistributedLogprobWithSampling:
@@ -173,7 +173,7 @@ def from_parallel_hidden_states_to_logprobs(
             output_weight_layer,
             target.roll(-1, dims=-1).t(),
             group=group,
-            options=HeadOptions(sequence_parallel=group_position(group)[1] > 1, keep_logits=kept_logits()),
+            options=made_once(sequence_parallel=group_position(group)[1] > 1, keep_logits=kept_logits()),
         )
     return log_probs.t()[:, :-1]
 

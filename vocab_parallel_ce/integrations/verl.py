@@ -18,9 +18,10 @@ from torch import Tensor
 from vocab_parallel_ce import checks, environment
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
+from vocab_parallel_ce.integrations import made_once
 from vocab_parallel_ce.integrations.log_probs import kept_logits, tensor_parallel_group
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import REDUCTIONS, HeadOptions
+from vocab_parallel_ce.options import REDUCTIONS
 
 LEFT = {
     "the head without use_fused_kernels": "the model makes its logits",
@@ -122,7 +123,7 @@ class FusedLinearForPPO(torch.nn.Module):
             labels,
             temperature=temperature,
             outputs=("entropy",),
-            options=HeadOptions(keep_logits=kept_logits()),
+            options=made_once(keep_logits=kept_logits()),
         )
         return outputs.log_probs, outputs.entropy.to(hidden_states.dtype)
 
@@ -165,7 +166,7 @@ def linear_cross_entropy(
         group=group,
         temperature=temperature,
         outputs=("entropy",),
-        options=HeadOptions(logits_dtype=torch.float32, reduce_hidden_grad=is_whole, keep_logits=kept_logits()),
+        options=made_once(logits_dtype=torch.float32, reduce_hidden_grad=is_whole, keep_logits=kept_logits()),
     )
     log_probs = outputs.log_probs
     if reduction != "none":

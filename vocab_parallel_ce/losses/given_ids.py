@@ -69,13 +69,14 @@ class Known(NamedTuple):
 class GivenIds:
     """Launchers around those of cross-entropy; :class:`Launchers` says what each fills.
 
-    ``parts`` is a module with four functions: this one, or that of kernels.
+    ``parts`` is a module with three functions: this one, or that of kernels.
     """
 
     def __init__(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> None:
         self.options, self.shard = options, shard
         self.softmax = LABELS.launchers(options.softmax, shard, kernels)
         self.parts = sys.modules[__name__] if kernels is None else kernels.given_ids
+        self.write = scatter_columns if kernels is None else kernels.given_ids.write_columns
 
     def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
         label, *of_rank = self.parts.best_ids(logits, targets, stats[0], rank, self.options, self.shard)
@@ -105,7 +106,7 @@ class GivenIds:
         columns, values, merged, weight, label = of_columns
         labels = Labels(label, temperature=targets.temperature)
         self.softmax.gradient(logits, labels, (merged,), None, GradOutputs(weight), grad_logits)
-        self.parts.write_columns(columns, values, grad_logits)
+        self.write(columns, values, grad_logits)
 
 
 class GivenIdsLoss(Loss):
@@ -189,7 +190,7 @@ def column_gradients(
     return columns, values, merged, -total, label.masked_fill_(dead, IGNORED)
 
 
-def write_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
+def scatter_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
     """Write ``values [N, k]`` into ``columns [N, k]`` of ``grad_logits [..., C]``."""
     # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
     # none, column 0 stays.
