@@ -225,12 +225,12 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
     linear, local_head, targets = call.plan_head()
     wanted = call.wanted if call.has_gradients else loops.NOTHING
     with without_autocast(local_head.hidden.device):
-        found = loops.forward(linear, local_head, targets, wanted)
+        outputs, gradients, stats, _ = loops.forward(linear, local_head, targets, wanted)
     if call.has_gradients:
-        return _present([*found.outputs, linear.overflow, *_like_inputs(found.gradients, call)])
+        return _present([*outputs, linear.overflow, *_like_inputs(gradients, call)])
     # As many rows as tokens: how many are left out is known when it runs.
     n_rows = math.prod(call.shape)
-    return _present([*found.outputs, *[F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in found.stats]])
+    return _present([*outputs, *[F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats]])
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:

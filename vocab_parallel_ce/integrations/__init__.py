@@ -7,7 +7,7 @@ import importlib
 import logging
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -111,8 +111,10 @@ def of_head(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return others | {"options": made_once(**fields)}
 
 
-# HeadOptions of checked fields: to make them at each call takes microseconds.
-made_once: Callable[..., HeadOptions] = functools.lru_cache(maxsize=256, typed=True)(HeadOptions)
+@functools.lru_cache(maxsize=1024, typed=True)
+def made_once(**fields: Any) -> HeadOptions:
+    """Return HeadOptions: one record for equal fields, since to make one takes microseconds."""
+    return HeadOptions(**fields)
 
 
 @functools.cache

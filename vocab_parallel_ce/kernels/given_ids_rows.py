@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.losses.given_ids import Known
 
 
 class IdsSizes(NamedTuple):
@@ -24,15 +25,6 @@ class GivenColumns(NamedTuple):
     owned: tl.tensor
     outside: tl.tensor  # of the vocabulary
     left_out: tl.tensor
-
-
-class Known(NamedTuple):
-    """What the statistics of all ranks come to."""
-
-    row_max: tl.tensor
-    z: tl.tensor  # of each lane
-    others: tl.tensor  # sum of exp(z - row_max) without the best given logit
-    best_term: tl.tensor  # exp(its z - row_max)
 
 
 @triton.jit

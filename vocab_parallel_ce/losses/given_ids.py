@@ -49,21 +49,12 @@ class IdsOptions(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the statistics of all ranks come to."""
+    """What the statistics of all ranks come to; in a kernel of one row, a lane for each id."""
 
     row_max: Tensor  # [N] largest z
     z: Tensor  # [N, k], -inf for an id that is not in the vocabulary
-    best: Tensor  # [N] largest of these
     others: Tensor  # [N] sum of exp(z - row_max) over the columns except one that has the largest given z
-
-    @property
-    def sum_exp(self) -> Tensor:
-        return self.others + (self.best - _finite_or_zero(self.row_max)).exp()
-
-    @property
-    def log_sum(self) -> Tensor:
-        """Log of the sum: the digits of ``others`` survive if a given id has ``row_max``."""
-        return (self.others + ((self.best - _finite_or_zero(self.row_max)).exp() - 1)).log1p()
+    best_term: Tensor  # [N] that column's
 
 
 class GivenIds:
@@ -156,7 +147,8 @@ def best_ids(
 def log_probs(stats: Tensor, targets: Ids, values: Tensor, options: IdsOptions, shard: VocabShard) -> None:
     """Fill ``values [..., k]`` from the statistics of all ranks."""
     columns, known = columns_of(targets, options, shard), merged_ids(stats)
-    z = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
+    log_sum = (known.others + (known.best_term - 1)).log1p()  # the digits of others survive if an id has row_max
+    z = (known.z - known.row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
     z = z.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
     values.copy_(z.view(values.shape))
 
@@ -174,7 +166,7 @@ def column_gradients(
     grad_values = grads.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
     z, slope = z_at(logits, columns, at_rows(options.softmax, targets.temperature))
     is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-    other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
+    other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.others + known.best_term
     total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
     shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
     s = shifted.exp() / sum_exp.unsqueeze(-1)
@@ -232,7 +224,7 @@ def merged_ids(stats: Tensor) -> Known:
     # One rank's best is the best of all: its term is not among the others'.
     is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, rank_best.argmax(0, keepdim=True), True)
     others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
-    return Known(row_max, z, z.amax(dim=-1), others)
+    return Known(row_max, z, others, (z.amax(dim=-1) - shift).exp())
 
 
 def sum_of_equals(columns: Tensor, values: Tensor) -> Tensor:
