@@ -10,6 +10,7 @@ Regime: a few microseconds beside one pass over the shard; k up to some hundreds
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -152,11 +153,6 @@ def write_columns_kernel(
     tl.store(grad_logits + begin + column, value.to(grad_logits.dtype.element_ty), column >= 0)
 
 
-def sizes_of(options: IdsOptions, shard: VocabShard) -> IdsSizes:
-    """Return the numbers of a launch."""
-    return IdsSizes(options.n_ids, shard.n_valid, shard.vocab_size, options.ignore_index)
-
-
 # The parts of ``losses.given_ids.GivenIds``, which has the same in PyTorch.
 
 
@@ -200,33 +196,29 @@ def write_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
     _write(rows, n_ids)(n_rows, (columns, values, base), (n_rows,))
 
 
-def lanes_of(n_ids: int) -> tuple[dict[str, int], int]:
-    """Return the constant LANES of a kernel, and its warps."""
+def _launch(kernel: Any, n_ids: int, *values: Any) -> Launch:
+    """Return the Launch of a kernel with a lane for each id."""
     lanes = triton.next_power_of_2(n_ids)
-    return {"LANES": lanes}, min(max(lanes // 64, 1), 8)
+    return Launch(kernel, values, {"LANES": lanes}, num_warps=min(max(lanes // 64, 1), 8))
 
 
 @cache_launches
 def _statistics(rows: Rows, options: IdsOptions, shard: VocabShard) -> Launch:
-    (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard)
-    values = (RowLayout(*rows.layout), sizes, options.softmax)
-    return Launch(ids_statistics_kernel, values, lanes, num_warps=num_warps)
+    sizes = IdsSizes.of(options, shard)
+    return _launch(ids_statistics_kernel, options.n_ids, RowLayout(*rows.layout), sizes, options.softmax)
 
 
 @cache_launches
 def _outputs(options: IdsOptions, shard: VocabShard, n_ranks: int) -> Launch:
-    (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard)
-    return Launch(ids_outputs_kernel, (sizes, n_ranks), lanes, num_warps=num_warps)
+    return _launch(ids_outputs_kernel, options.n_ids, IdsSizes.of(options, shard), n_ranks)
 
 
 @cache_launches
 def _gradient(rows: Rows, options: IdsOptions, shard: VocabShard, n_ranks: int) -> Launch:
-    (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard)
-    values = (RowLayout(*rows.layout), sizes, n_ranks, options.softmax)
-    return Launch(ids_gradient_kernel, values, lanes, num_warps=num_warps)
+    values = RowLayout(*rows.layout), IdsSizes.of(options, shard), n_ranks, options.softmax
+    return _launch(ids_gradient_kernel, options.n_ids, *values)
 
 
 @cache_launches
 def _write(rows: Rows, n_ids: int) -> Launch:
-    lanes, num_warps = lanes_of(n_ids)
-    return Launch(write_columns_kernel, (RowLayout(*rows.layout), n_ids), lanes, num_warps=num_warps)
+    return _launch(write_columns_kernel, n_ids, RowLayout(*rows.layout), n_ids)

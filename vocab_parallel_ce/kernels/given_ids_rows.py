@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.losses.given_ids import Known
+from vocab_parallel_ce.losses.given_ids import IdsOptions, Known
+from vocab_parallel_ce.shard import VocabShard
 
 
 class IdsSizes(NamedTuple):
@@ -16,6 +17,10 @@ class IdsSizes(NamedTuple):
     n_valid: int  # columns of the shard that are not padding
     vocab_size: int
     ignore_index: int
+
+    @classmethod
+    def of(cls, options: IdsOptions, shard: VocabShard) -> "IdsSizes":
+        return cls(options.n_ids, shard.n_valid, shard.vocab_size, options.ignore_index)
 
 
 class GivenColumns(NamedTuple):

@@ -42,16 +42,7 @@ from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import (
-    INF,
-    NAN,
-    NEG_INF,
-    _bounded,
-    _finite_or_zero,
-    _outside,
-    _raised_by,
-    is_ignored,
-)
+from vocab_parallel_ce.spec import INF, NAN, NEG_INF, _bounded, _finite_or_zero, _outside, _raised_by, is_ignored
 from vocab_parallel_ce.targets import Role, Tokens
 
 DIVERGENCES = ("forward", "reverse", "js")
