@@ -24,11 +24,11 @@ from vocab_parallel_ce import checks, in_place
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import counts_of, current_age, keeps_graph, mark_overwritten
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
-Stats = tuple[Any, ...]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
 N_OUTPUTS, N_GRADS = len(TokenOutputs._fields), len(GradOutputs._fields)  # those after N_GRADS have no gradient
 

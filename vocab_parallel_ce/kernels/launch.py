@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from vocab_parallel_ce.blocks import Block
+from vocab_parallel_ce.blocks import Block, Shape
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.program import Step, recording
@@ -156,11 +156,11 @@ def walk_launch(
     compiler: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
-    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``.
+    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, SHAPE after ``constants``.
 
     ``compiler`` are the compiler's other options.
     """
-    constants |= {"HAS_EDGES": rows.has_edges, "LANES": block.lanes, "VECTOR": block.vector}
+    constants["SHAPE"] = Shape(rows.has_edges, block.lanes, block.vector, rows.alike, block.units, block.tiles)
     values = (RowLayout(*rows.layout), *values)
     return Launch(kernel, values, constants, num_warps=block.num_warps, **(compiler or {}))
 

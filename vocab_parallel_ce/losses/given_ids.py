@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.losses.base import Launchers, Loss, Stats
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -69,17 +69,12 @@ class GivenIds:
         self.parts = sys.modules[__name__] if kernels is None else kernels.given_ids
         self.write = scatter_columns if kernels is None else kernels.given_ids.write_columns
 
-    def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
+    def statistics(self, logits: Tensor, targets: Ids, stats: Stats, rank: int) -> None:
         label, *of_rank = self.parts.best_ids(logits, targets, stats[0], rank, self.options, self.shard)
         self.softmax.statistics(logits, Labels(label, temperature=targets.temperature), *of_rank)
 
     def outputs(
-        self,
-        stats: tuple[Tensor],
-        targets: Ids,
-        divisor: Tensor | None,
-        outputs: TokenOutputs,
-        total: Tensor | None = None,
+        self, stats: Stats, targets: Ids, divisor: Tensor | None, outputs: TokenOutputs, total: Tensor | None = None
     ) -> None:
         self.parts.log_probs(stats[0], targets, outputs.loss, self.options, self.shard)
 
@@ -87,7 +82,7 @@ class GivenIds:
         self,
         logits: Tensor,
         targets: Ids,
-        stats: tuple[Tensor],
+        stats: Stats,
         divisor: Tensor | None,
         grads: GradOutputs,
         grad_logits: Tensor,

@@ -88,7 +88,7 @@ def wanted() -> set[Entry]:
     entries = set()
     for name, (kernel, algebra) in kernels().items():
         for option in options_of(kernel, algebra):
-            entries |= {Entry(name, option, rows) for rows in (ROWS if takes(kernel, "HAS_EDGES") else (PLAIN,))}
+            entries |= {Entry(name, option, rows) for rows in (ROWS if takes(kernel, "SHAPE") else (PLAIN,))}
     return entries
 
 
@@ -106,7 +106,8 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
 
 def _rows(given: dict[str, Any], tensors: tuple[Any, ...]) -> set[str]:
     """Of which kind the rows of a launch are."""
-    if "HAS_EDGES" not in given:
+    shape = given.get("SHAPE")
+    if shape is None:
         return {PLAIN}
     if "sizes" in given:
         n_columns, n_valid = given["sizes"].n_columns, given["sizes"].n_valid
@@ -115,9 +116,9 @@ def _rows(given: dict[str, Any], tensors: tuple[Any, ...]) -> set[str]:
         n_columns, n_valid = tensors[0].shape[-1], given["n_columns"]  # of logits off a boundary, 1
     rows = {"padded"} if n_columns > n_valid else set()
     # A body may be without a head of 8 vectors and a part of one.
-    if n_valid - 9 * given["VECTOR"] > given["LANES"] * given["VECTOR"]:
+    if n_valid - 9 * shape.VECTOR > shape.LANES * shape.VECTOR:
         rows.add("several tiles")
-    return rows | {"edges" if given["HAS_EDGES"] else "no edges"}
+    return rows | {"edges" if shape.HAS_EDGES else "no edges"}
 
 
 @contextmanager
