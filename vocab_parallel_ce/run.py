@@ -40,7 +40,7 @@ HANDED_ON = (
     "it on; to run backward again, pass retain_graph=True to the first, with gradient='auto' or 'out_of_place' "
     "(TransformerEngine's overwrite_input=False)"
 )
-OVERWRITTEN = (
+CHANGED = (
     "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
     "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there"
 )
@@ -340,7 +340,7 @@ class OverLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return run_backward(_logits_gradient, ctx, grads, HANDED_ON, OVERWRITTEN), None, None
+        return run_backward(_logits_gradient, ctx, grads, HANDED_ON, CHANGED), None, None
 
 
 # Function.apply without what it does for functorch's transforms, which plan_call refuses. A tensor that one left behind

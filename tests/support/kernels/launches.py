@@ -14,11 +14,13 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 PLAIN = "launched"
+WALKS = ("SHAPE", "HAS_EDGES")  # either is a parameter of a kernel that walks rows
 ROWS = ("several tiles", "edges", "no edges", "padded")
 
 
@@ -88,7 +90,9 @@ def wanted() -> set[Entry]:
     entries = set()
     for name, (kernel, algebra) in kernels().items():
         for option in options_of(kernel, algebra):
-            entries |= {Entry(name, option, rows) for rows in (ROWS if takes(kernel, "SHAPE") else (PLAIN,))}
+            entries |= {
+                Entry(name, option, rows) for rows in (ROWS if any(takes(kernel, each) for each in WALKS) else (PLAIN,))
+            }
     return entries
 
 
@@ -106,9 +110,9 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
 
 def _rows(given: dict[str, Any], tensors: tuple[Any, ...]) -> set[str]:
     """Of which kind the rows of a launch are."""
-    shape = given.get("SHAPE")
-    if shape is None:
+    if not any(each in given for each in WALKS):
         return {PLAIN}
+    shape = given["SHAPE"] if "SHAPE" in given else SimpleNamespace(**given)
     if "sizes" in given:
         n_columns, n_valid = given["sizes"].n_columns, given["sizes"].n_valid
         n_columns = n_valid if n_columns is None else n_columns
