@@ -83,12 +83,10 @@ class Traced(NamedTuple):
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a call of a head."""
         return len(self.wanted) > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tokens."""
         if not self.is_head:
             return self.inputs[0].shape[:-1]
         return shape_of_tokens(self.inputs[0], group_position(self.group)[1], self.settings.head)
@@ -353,4 +351,3 @@ define(
     lambda part, group: summed_over_ranks(part, group_named(group)),
     lambda part, group: torch.empty_like(part, memory_format=torch.contiguous_format),
 )
-sum_over_ranks = torch.ops.vocab_parallel_ce.sum_over_ranks  # (part, name of the group)

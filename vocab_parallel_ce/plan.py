@@ -174,7 +174,6 @@ def checked_divisor(num_items: float | Tensor, reduction: str, tokens: Tensor) -
 
 
 def has_weights(targets: Any) -> bool:
-    """Whether there is a class weight among the targets."""
     return getattr(targets, "class_weight", None) is not None
 
 

@@ -36,9 +36,7 @@ def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set
     if not isinstance(factors, Tensor) or factors.is_complex():
         got = getattr(factors, "dtype", type(factors).__name__)
         raise TypeError(f"{name}: expected a tensor of real numbers, got {got}; pass what multiplies the losses")
-    checks.check_no_mask(name, factors)
-    if factors.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {factors.layout}; pass its to_dense()")
+    checks.check_dense(name, factors)
     if factors.shape != tokens.shape or factors.device != device:
         expected, got = f"{tuple(tokens.shape)} on {device}", f"{tuple(factors.shape)} on {factors.device}"
         raise ValueError(f"{name}: expected shape {expected}, got {got}; pass one number for each label")

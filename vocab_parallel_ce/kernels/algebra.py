@@ -133,7 +133,6 @@ def load_sums(pointers, mask, loss_options, step):
 
 @triton.jit
 def add_sums(a, b, loss_options):
-    """Return the two sums of two sets of columns."""
     return a[0] + b[0], a[1] + b[1]
 
 

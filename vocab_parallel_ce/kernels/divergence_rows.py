@@ -94,5 +94,4 @@ ALGEBRA = Algebra(
 
 
 def divergence_loss(shard: VocabShard, options: DivergenceOptions) -> KernelLoss:
-    """Return the loss of a teacher's logits."""
     return KernelLoss(ALGEBRA, shard, kernel_options(options))

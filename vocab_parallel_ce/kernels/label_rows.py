@@ -276,7 +276,6 @@ ALGEBRA = Algebra(
 
 
 def label_loss(shard: VocabShard, options: LossOptions) -> KernelLoss:
-    """Return the loss of labels."""
     smoothed = bool(options.smoothing) or options.mean_logit
     fields = 2 + 2 * smoothed + options.entropy + options.sum_sq_probs + options.predictions
     return KernelLoss(ALGEBRA, shard, options, is_pair=False, n_lane_fields=fields)

@@ -73,13 +73,11 @@ def load_stats(pointers, mask, loss_options, step):
 
 @triton.jit
 def store_stats(pointers, stats, loss_options, step):
-    """Store a ``RowStats``, ``step`` apart."""
     ops.store_fields(pointers, stats, fields(loss_options), step)
 
 
 @triton.jit
 def row_stats(numbers):
-    """Return the ``RowStats`` of these numbers."""
     return RowStats(*numbers)
 
 

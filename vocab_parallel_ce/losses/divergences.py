@@ -272,7 +272,6 @@ def divergence_options(settings: Settings) -> DivergenceOptions:
 
 
 def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
-    """Check that a hard weight has labels."""
     if settings.hard_weight and labels is None:
         divergence_options(settings)  # a wrong number is named first
         raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")

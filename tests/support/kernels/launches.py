@@ -89,10 +89,9 @@ def wanted() -> set[Entry]:
     """Everything that there is to launch."""
     entries = set()
     for name, (kernel, algebra) in kernels().items():
+        kinds = ROWS if any(takes(kernel, each) for each in WALKS) else (PLAIN,)
         for option in options_of(kernel, algebra):
-            entries |= {
-                Entry(name, option, rows) for rows in (ROWS if any(takes(kernel, each) for each in WALKS) else (PLAIN,))
-            }
+            entries |= {Entry(name, option, rows) for rows in kinds}
     return entries
 
 
