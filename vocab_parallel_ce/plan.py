@@ -91,12 +91,7 @@ _kinds = Kinds()
 
 
 def plan_call(
-    loss: Loss,
-    logits: Tensor,
-    targets: Any,
-    settings: Settings,
-    group: Any,
-    num_items: float | Tensor | None = None,
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, group: Any, num_items: float | Tensor | None = None
 ) -> tuple[Call, Any]:
     """Check the arguments of a loss over logits, and return its call and the targets as launchers take them.
 

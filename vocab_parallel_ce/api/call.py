@@ -210,13 +210,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
 
 
 def run_logits(
-    loss: Loss,
-    logits: Tensor,
-    targets: Any,
-    settings: Settings,
-    *,
-    group: Any,
-    num_items: float | Tensor | None = None,
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, *, group: Any, num_items: float | Tensor | None = None
 ) -> TokenOutputs:
     """Compute the outputs, under autograd if ``logits`` need a gradient.
 

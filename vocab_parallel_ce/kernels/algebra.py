@@ -15,7 +15,6 @@ from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, Rows, pair_arguments, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes
-from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -88,9 +87,8 @@ class KernelLoss(NamedTuple):
     ) -> Launch:
         """Return the Launch of a kernel that walks rows: both layouts come first, and LOSS before ``constants``."""
         rows = rows._replace(has_edges=block.has_edges(self.shard, rows.has_edges))
-        other = None if rows.other_layout is None else RowLayout(*rows.other_layout)
         constants = {"LOSS": self.algebra, **constants}
-        values = (other, Sizes.of(self.shard), *values, self.options)
+        values = (rows.other_layout, Sizes.of(self.shard), *values, self.options)
         return walk_launch(kernel, rows, values, block, compiler, **constants)
 
 

@@ -27,7 +27,6 @@ from vocab_parallel_ce.kernels.given_ids_rows import (
     merged_ids,
 )
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
-from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.given_ids import GivenIds, Ids, IdsOptions
 from vocab_parallel_ce.program import make
 from vocab_parallel_ce.shard import VocabShard
@@ -194,8 +193,8 @@ def _launch(kernel: Any, n_ids: int, *values: Any) -> Launch:
 
 @cache_launches
 def _statistics(rows: Rows, options: IdsOptions, shard: VocabShard) -> Launch:
-    sizes = IdsSizes.of(options, shard)
-    return _launch(ids_statistics_kernel, options.n_ids, RowLayout(*rows.layout), sizes, options.softmax)
+    values = rows.layout, IdsSizes.of(options, shard), options.softmax
+    return _launch(ids_statistics_kernel, options.n_ids, *values)
 
 
 @cache_launches
@@ -205,10 +204,10 @@ def _outputs(options: IdsOptions, shard: VocabShard, n_ranks: int) -> Launch:
 
 @cache_launches
 def _gradient(rows: Rows, options: IdsOptions, shard: VocabShard, n_ranks: int) -> Launch:
-    values = RowLayout(*rows.layout), IdsSizes.of(options, shard), n_ranks, options.softmax
+    values = rows.layout, IdsSizes.of(options, shard), n_ranks, options.softmax
     return _launch(ids_gradient_kernel, options.n_ids, *values)
 
 
 @cache_launches
 def _write(rows: Rows, n_ids: int) -> Launch:
-    return _launch(write_columns_kernel, n_ids, RowLayout(*rows.layout), n_ids)
+    return _launch(write_columns_kernel, n_ids, rows.layout, n_ids)

@@ -110,15 +110,7 @@ def merge_pair(a, b, loss_options):
     if loss_options.sum_sq_probs is not None:
         sum_exp_sq = tl.fma(a.sum_exp_sq, a_decay * a_decay, b.sum_exp_sq * (b_decay * b_decay))
     return RowStats(
-        row_max,
-        others_sum,
-        target_logit,
-        shifted_sum,
-        n_columns,
-        exp_shifted_sum,
-        argmax,
-        target_weight,
-        sum_exp_sq,
+        row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq
     )
 
 

@@ -27,11 +27,11 @@ cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and opt
 
 
 class Rows(NamedTuple):
-    """How the rows of one tensor, or of two, lie, as a part of a launch's key. Layouts are the values of RowLayouts."""
+    """How the rows of one tensor, or of two, lie, as a part of a launch's key."""
 
-    layout: tuple[int, ...]
+    layout: RowLayout
     has_edges: bool
-    other_layout: tuple[int, ...] | None = None  # None: there is one tensor
+    other_layout: RowLayout | None = None  # None: there is one tensor
     alike: bool = False  # each two rows begin at the same position of a line
 
 
@@ -161,7 +161,7 @@ def walk_launch(
     ``compiler`` are the compiler's other options.
     """
     constants["SHAPE"] = Shape(rows.has_edges, block.lanes, block.vector, rows.alike, block.units, block.tiles)
-    values = (RowLayout(*rows.layout), *values)
+    values = (rows.layout, *values)
     return Launch(kernel, values, constants, num_warps=block.num_warps, **(compiler or {}))
 
 
@@ -179,7 +179,7 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
     is_whole = n_columns * size % VECTOR_BYTES == 0
-    return base, Rows(tuple(layout), not is_whole or layout.pitch % line != 0)
+    return base, Rows(layout, not is_whole or layout.pitch % line != 0)
 
 
 def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Rows]:
@@ -187,21 +187,20 @@ def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Rows]
     base, rows = row_arguments(logits)
     other_base, (other_layout, *_) = row_arguments(other)
     line = LINE_BYTES // logits.element_size()  # 8 vectors of the walk
-    a, b = RowLayout(*rows.layout), RowLayout(*other_layout)
-    distances = (x - y for x, y in zip(a, b, strict=True))
-    alike = a[1:3] == b[1:3] and all(distance % line == 0 for distance in distances)
+    distances = (x - y for x, y in zip(rows.layout, other_layout, strict=True))
+    alike = rows.layout[1:3] == other_layout[1:3] and all(distance % line == 0 for distance in distances)
     return base, other_base, Rows(*rows[:2], other_layout, alike)
 
 
 @functools.lru_cache(maxsize=1024)
-def begin_at_vectors(layout: tuple[int, ...], element_size: int) -> bool:
-    """Return whether rows of a ``RowLayout`` begin at boundaries of 16 bytes."""
-    return RowLayout(*layout).pitch * element_size % VECTOR_BYTES == 0
+def begin_at_vectors(layout: RowLayout, element_size: int) -> bool:
+    """Return whether rows begin at boundaries of 16 bytes."""
+    return layout.pitch * element_size % VECTOR_BYTES == 0
 
 
 @functools.lru_cache(maxsize=1024)
 def _contiguous_rows(n_columns: int, element_size: int) -> Rows:
-    return Rows((0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0)
+    return Rows(RowLayout(0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0)
 
 
 def option_arguments(options: LossOptions) -> LossOptions:
