@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.integrations import made_once
-from vocab_parallel_ce.integrations.log_probs import kept_logits
+from vocab_parallel_ce.integrations.log_probs import head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
 
 CORE = "trl.trainer.utils:_ChunkedLogProbFunction"
@@ -102,7 +101,7 @@ class _Core:
             group=group,
             outputs=("lse", *requested),
             **scales,
-            options=made_once(keep_logits=kept_logits()),
+            options=head_options(),
         )
         sums, mean = record.sum_sq_probs, record.mean_logit  # as TRL's own, without a gradient
         is_top1 = None

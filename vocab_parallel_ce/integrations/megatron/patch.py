@@ -37,9 +37,7 @@ LINEAR = {  # optional: no version has all of them, and MambaModel may inherit i
     f"{CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts": PREDICTIONS,
 }
 LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
-LEFT_OF_LINEAR = {
-    "output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is",
-}
+LEFT_OF_LINEAR = {"output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is"}
 OPTIONS = ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")
 OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
