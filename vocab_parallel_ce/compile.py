@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils import _pytree as pytree
 
-from vocab_parallel_ce import checks, run
+from vocab_parallel_ce import __version__, checks, run
 from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import (
@@ -79,7 +79,8 @@ class Traced(NamedTuple):
         head = {name: getattr(self.settings.head, name) for name in HEAD_FIELDS}
         chunk_size = None if isinstance(head["chunk_size"], str) else head.pop("chunk_size")
         settings = self.settings._asdict() | {"head": head}
-        return repr(_literal((self.loss.name, group, settings, self.autocast, self.wanted))), chunk_size
+        # The release: the compiler keeps graphs on disk, and another release's gradient takes other arguments.
+        return repr(_literal((__version__, self.loss.name, group, settings, self.autocast, self.wanted))), chunk_size
 
     @property
     def is_head(self) -> bool:
@@ -134,7 +135,7 @@ def _literal(value: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def constants_of(text: str) -> tuple[Any, ...]:
     """Return what :meth:`Traced.constants` wrote, with the loss of its name."""
-    loss, group, settings, autocast, wanted = ast.literal_eval(text)
+    _, loss, group, settings, autocast, wanted = ast.literal_eval(text)
     head, size = settings["head"], settings["vocab_size"]
     head["logits_dtype"] = _dtype_named(head["logits_dtype"])
     settings |= {"head": HeadOptions(**head), "vocab_size": VocabShard(*size) if isinstance(size, tuple) else size}

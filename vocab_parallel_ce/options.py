@@ -244,7 +244,7 @@ def settings_of(**values: Any) -> Settings:
     if "outputs" in values:
         values["outputs"] = checked_outputs(values["outputs"])
     if is_dynamo_compiling():
-        return Settings(**values)
+        return Settings(**{"head": DEFAULTS, **values})  # Dynamo of torch 2.11 cannot make the default
     size = values.get("vocab_size")
     try:
         return _known_settings(*(size if isinstance(size, VocabShard) else ()), **values)

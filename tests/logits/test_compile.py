@@ -32,9 +32,11 @@ class Inputs(NamedTuple):
         return self.hidden, self.weight
 
 
-def inputs(device: Any = "cpu", n: int = N, dtype: torch.dtype = torch.float32, part: slice = slice(None)) -> Inputs:
+def inputs(
+    device: Any = "cpu", n: int = N, dtype: torch.dtype = torch.float32, part: slice = slice(None), seed: int = 0
+) -> Inputs:
     """Hidden states and a head whose logits are far from uniform; one label is ignored."""
-    generator = torch.Generator().manual_seed(n)
+    generator = torch.Generator().manual_seed(100 * seed + n)
     hidden = torch.randn(n, WIDTH, generator=generator).to(device, dtype)
     weight = (3 * torch.randn(VOCABULARY, WIDTH, generator=generator))[part].to(device, dtype)
     labels = torch.randint(0, VOCABULARY, (n,), generator=generator)

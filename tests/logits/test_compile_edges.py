@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import vocab_parallel_ce
 from tests.logits import test_compile
 from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.logits import flat_outputs
@@ -42,6 +43,20 @@ def test_what_eager_code_refuses_is_refused(options, message):
     ):
         with pytest.raises(Exception, match=message):
             torch.compile(function, backend="aot_eager")(*args, **options)
+
+
+@pytest.mark.reference
+def test_a_graph_names_the_release():
+    """The compiler keeps graphs on disk, by their text: those of another release must not run."""
+    torch.compiler.reset()
+    texts = []
+
+    def backend(graph, inputs):
+        texts.append(graph.print_readable(print_output=False))
+        return graph
+
+    torch.compile(vocab_parallel_cross_entropy, backend=backend)(torch.randn(2, 3), torch.tensor([0, 1]))
+    assert f"({vocab_parallel_ce.__version__!r}, 'labels'" in texts[0]
 
 
 @pytest.mark.reference

@@ -11,12 +11,13 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.top_k import checked_shard
+from vocab_parallel_ce.collectives import summed_over_ranks
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF
-from vocab_parallel_ce.summed import check_summed, summed
+from vocab_parallel_ce.summed import check_summed, copied
 from vocab_parallel_ce.targets import Role, Tokens, check_target
 
 NO_ID = -1  # where a token has fewer
@@ -60,29 +61,32 @@ def logits_at(logits: Tensor, ids: Tensor, *, group: Any = None, vocab_size: int
         check_summed(logits)
         with checks.naming(labels="ids"):
             verify.compare_call({"logits": logits}, Ids(ids), shard, {"vocab_size": vocab_size})
-    columns = ids.long() - shard.start
-    is_owned = (columns >= 0) & (columns < shard.n_valid)
-    values: Tensor = _LogitsAt.apply(logits if logits.shape[-1] else F.pad(logits, (0, 1)), columns, is_owned)
-    values = values if n_ranks == 1 else summed(values, group)  # of each id at most one rank's is not 0
-    outside = (ids < 0) | (ids >= shard.vocab_size)
-    return values.masked_fill(outside, NAN).masked_fill(ids == NO_ID, NEG_INF)
+    tensor = logits if logits.shape[-1] else F.pad(logits, (0, 1))
+    values: Tensor = _LogitsAt.apply(tensor, ids.long(), shard, group if n_ranks > 1 else None)
+    return values
 
 
 class _LogitsAt(torch.autograd.Function):
-    """Gather ``[..., k]`` columns, 0 where they are not owned. It does not save the logits: a loss may overwrite them.
+    """Gather ``[..., k]`` columns of all ranks. It does not save the logits: a loss may overwrite them.
 
-    Columns that are not owned are spread over the row, because all in one column would wait for each other's atomics.
+    Columns of other ranks are spread over the row, because all in one column would wait for each other's atomics.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, columns: Tensor, is_owned: Tensor) -> Tensor:
-        columns = columns % logits.shape[-1]
-        ctx.save_for_backward(columns, is_owned)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return logits.gather(-1, columns).to(compute_dtype(logits.dtype)).masked_fill_(~is_owned, 0.0)
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, shard: VocabShard, group: Any) -> Tensor:
+        columns = ids - shard.start
+        is_anothers = (columns < 0) | (columns >= shard.n_valid)
+        columns %= logits.shape[-1]
+        ctx.save_for_backward(columns, is_anothers)
+        ctx.shape, ctx.dtype, ctx.group = logits.shape, logits.dtype, group
+        values = logits.gather(-1, columns).to(compute_dtype(logits.dtype)).masked_fill_(is_anothers, 0.0)
+        values = values if group is None else summed_over_ranks(values, group)  # at most one rank's is not 0
+        values.masked_fill_((ids < 0) | (ids >= shard.vocab_size), NAN)
+        return values.masked_fill_(ids == NO_ID, NEG_INF)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        columns, is_owned = ctx.saved_tensors
-        values = grad.masked_fill(~is_owned, 0.0).to(ctx.dtype)
-        return values.new_zeros(ctx.shape).scatter_add(-1, columns, values), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        columns, is_anothers = ctx.saved_tensors
+        grad = grad if ctx.group is None else copied(grad, ctx.group)
+        values = grad.masked_fill(is_anothers, 0.0).to(ctx.dtype)
+        return values.new_zeros(ctx.shape).scatter_add_(-1, columns, values), None, None, None

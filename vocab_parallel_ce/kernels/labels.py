@@ -122,7 +122,11 @@ def signed(value, loss_options):
 
 @triton.jit
 def loss(stats, label, vocab_size, loss_options):
-    """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
+    """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows.
+
+    Here and in the gradient, of a sum of two products the fused multiplication is written out: kernels that would
+    choose themselves differ.
+    """
     log_sum = log_sum_exp(stats)
     value = log_sum + (stats.row_max - stats.target_logit)
     if loss_options.class_weight is not None:
@@ -132,7 +136,7 @@ def loss(stats, label, vocab_size, loss_options):
             smoothed = (stats.n_columns * log_sum - stats.shifted_sum) / vocab_size
         else:
             smoothed = log_sum - stats.shifted_sum / vocab_size
-        value = (1 - loss_options.smoothing) * value + loss_options.smoothing * smoothed
+        value = tl.fma(1 - loss_options.smoothing, value, loss_options.smoothing * smoothed)
     if loss_options.z_loss is not None:
         lse = stats.row_max + log_sum
         if loss_options.class_weight is not None:
@@ -193,18 +197,17 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         uniform_p = loss_options.smoothing / vocab_size
         uniform_term = uniform_p * weight
         label_factor = (1 - loss_options.smoothing) * stats.target_weight
-        all_factor = uniform_p * stats.n_columns + stats.target_weight * z_factor
+        all_factor = tl.fma(uniform_p, stats.n_columns, stats.target_weight * z_factor)
         p_factor = label_factor + all_factor
-        target_grad = (
-            label_factor * target_grad + all_factor * (target_exp * inverse_sum) - uniform_p * stats.target_weight
-        )
+        target_grad = tl.fma(label_factor, target_grad, all_factor * (target_exp * inverse_sum))
+        target_grad -= uniform_p * stats.target_weight
     else:
         if loss_options.smoothing is not None:
             uniform_p = loss_options.smoothing / vocab_size
             uniform_term = uniform_p * weight
             # Not target_grad + smoothing: if p_y is small and smoothing near 1, that cancels.
             smoothing_p = loss_options.smoothing * (target_exp * inverse_sum)
-            target_grad = (1 - loss_options.smoothing) * target_grad + smoothing_p - uniform_p
+            target_grad = tl.fma(1 - loss_options.smoothing, target_grad, smoothing_p) - uniform_p
         elif loss_options.class_weight is not None:
             weight *= stats.target_weight
         if loss_options.z_loss is not None:
@@ -216,11 +219,11 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         mean_shifted = stats.exp_shifted_sum / all_sum
         entropy_factor = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
         shifted = ops.bounded(stats.target_logit - stats.row_max)
-        target_grad += target_exp * (mean_shifted - shifted) * entropy_factor
+        target_grad = tl.fma(target_exp * (mean_shifted - shifted), entropy_factor, target_grad)
     if grads.lse is not None:
         lse_factor = tl.load(grads.lse + row * strides.lse) * inverse_sum
-        target_grad += target_exp * lse_factor
-        exp_factor += lse_factor
+        target_grad = tl.fma(target_exp, lse_factor, target_grad)
+        exp_factor = tl.fma(inverse_sum * p_factor, weight, lse_factor)
     return RowFactors(
         tl.where(live, stats.row_max, 0.0),
         tl.where(live, exp_factor, 0.0),
@@ -242,7 +245,8 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options, tempera
     exp = ops.exp_shifted(z, factors.shift)
     grad = exp * factors.exp_factor
     if grads.entropy is not None:
-        grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_factor
+        entropy_grad = exp * (factors.mean_shifted - ops.bounded(z - factors.shift))
+        grad = tl.fma(entropy_grad, factors.entropy_factor, grad)
     if loss_options.smoothing is not None:
         grad -= tl.where(z == float("-inf"), 0.0, uniform)
     grad = tl.where(is_target, factors.target_grad, grad)

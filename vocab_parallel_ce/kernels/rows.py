@@ -291,10 +291,16 @@ def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int
         if loss.options.beta is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
         return 1, {"maxnreg": 56} if block.units > 1 else {}
-    if block.at_once > 1 and (loss.n_lane_fields > 2 or loss.options.softcap is not None):
+    is_capped, has_more = loss.options.softcap is not None, loss.n_lane_fields > 2
+    if block.at_once > 1 and (has_more or is_capped):
         # Several parts of logits would take too many registers; without softcap, two do not.
-        return (1, {}) if loss.options.softcap is not None else (2, {"maxnreg": 64})
-    return block.at_once, {"maxnreg": 64} if block.units else {}
+        return (1, {}) if is_capped else (2, {"maxnreg": 64})
+    if block.units:
+        return block.at_once, {"maxnreg": 64}
+    if (has_more or is_capped) and not has_edges and not loss.options.predictions:
+        # So ptxas loads both vectors of a tile before it uses the first, with as many programs at once as may be.
+        return block.at_once, {"maxnreg": 40 if is_capped or loss.options.logit_scale != 1 else 36}
+    return block.at_once, {}
 
 
 @cache_launches
