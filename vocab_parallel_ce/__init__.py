@@ -24,6 +24,7 @@ from vocab_parallel_ce.integrations.transformer_engine import (
 )
 from vocab_parallel_ce.options import HeadOptions
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Teacher
 from vocab_parallel_ce.verify import verify_calls
 
 __version__ = "0.3.0"
@@ -33,6 +34,7 @@ __all__ = [
     "HeadOptions",
     "LinearCrossEntropy",
     "Outputs",
+    "Teacher",
     "TopKTeacher",
     "VocabParallelCrossEntropy",
     "VocabShard",

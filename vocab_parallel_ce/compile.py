@@ -45,7 +45,15 @@ from vocab_parallel_ce.head.plan import LinearCall, plan_linear_call
 from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
-from vocab_parallel_ce.options import DEFAULTS, GRADIENT_MODES, HEAD_FIELDS, HeadOptions, Settings, check_settings
+from vocab_parallel_ce.options import (
+    DEFAULTS,
+    GRADIENT_MODES,
+    HEAD_FIELDS,
+    HeadOptions,
+    Settings,
+    TeacherOptions,
+    check_settings,
+)
 from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -138,6 +146,8 @@ def constants_of(text: str) -> tuple[Any, ...]:
     _, loss, group, settings, autocast, wanted = ast.literal_eval(text)
     head, size = settings["head"], settings["vocab_size"]
     head["logits_dtype"] = _dtype_named(head["logits_dtype"])
+    teacher = settings["teacher"]
+    settings["teacher"] = None if teacher is None else TeacherOptions(*teacher)
     settings |= {"head": HeadOptions(**head), "vocab_size": VocabShard(*size) if isinstance(size, tuple) else size}
     return LOSSES[loss], group, Settings(**settings), _dtype_named(autocast), wanted
 

@@ -169,6 +169,16 @@ DEFAULTS = HeadOptions()
 HEAD_FIELDS = tuple(vars(DEFAULTS))
 
 
+class TeacherOptions(NamedTuple):
+    """What is computed of a teacher alongside labels; ``Teacher`` says what the fields are."""
+
+    divergence: str = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
 class Settings(NamedTuple):
     """What a caller asks for; :func:`vocab_parallel_cross_entropy` and :func:`token_log_probs` say what."""
 
@@ -183,6 +193,7 @@ class Settings(NamedTuple):
     hard_weight: float = 0.0
     outputs: tuple[str, ...] = ()
     n_ids: int = 0  # given ids per token; labels have none
+    teacher: TeacherOptions | None = None  # None: there is none, or its divergence is the loss
     negated: bool = False  # log-probabilities in place of losses
     reduction: Reduction = "mean"
     gradient: GradientMode = "auto"  # this and the next two: of a head those of its options
@@ -299,6 +310,8 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         check(name, getattr(settings, name))
     softcap = settings.softcap
     requested = set(checked_outputs(settings.outputs))
+    if "divergence" in requested and settings.teacher is None:
+        raise ValueError("outputs: expected no 'divergence' without a teacher, got it; pass linear_objective's teacher")
     if "predictions" in requested and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with predictions, got {vocab_size}; leave them out")
     if class_weight and "mean_logit" in requested:  # the sum of logits has the weights
@@ -318,7 +331,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "temperature": None,  # in logit_scale and softcap
         "threshold": None,
         "class_weight": class_weight,
-        **{name: name in requested for name in OUTPUTS},
+        **{name: name in requested for name in OUTPUTS if name != "divergence"},
     }
     same = {
         # NumPy's numbers become Python's.

@@ -88,7 +88,7 @@ class _Reference:
         if divisor is not None:
             grad = torch.where(divisor == 0, 0.0, grad)
         if any(grad_output is not None for grad_output in grads[1:]):
-            grad = grad + self.loss.outputs_gradient(x, targets, merged, grads, *constants)
+            grad = grad + self.loss.outputs_gradient(x, targets, merged, second, grads, *constants)
         ignored = self.loss.ignored(targets, self.options)
         if ignored is not None:
             grad.masked_fill_(ignored.unsqueeze(-1), 0.0)

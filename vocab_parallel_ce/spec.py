@@ -120,6 +120,7 @@ class TokenOutputs(NamedTuple):
     loss: Tensor  # [...] fp32
     entropy: Tensor | None = None  # [...] fp32
     lse: Tensor | None = None  # [...] fp32
+    divergence: Tensor | None = None  # [...] fp32, from a teacher
     sum_sq_probs: Tensor | None = None  # [...] fp32
     mean_logit: Tensor | None = None  # [...] fp32
     predictions: Tensor | None = None  # [...] int64
@@ -134,6 +135,7 @@ class GradOutputs(NamedTuple):
     loss: Any = None  # a Tensor; in kernels a pointer or a stride
     entropy: Any = None
     lse: Any = None
+    divergence: Any = None
 
 
 def local_stats(

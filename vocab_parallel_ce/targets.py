@@ -48,6 +48,26 @@ class Head(NamedTuple):
     bias: Tensor | None = None  #: [C]
 
 
+class Teacher(NamedTuple):
+    """A teacher's head, and the divergence of the student's distribution from the teacher's.
+
+    Example:
+        >>> from vocab_parallel_ce import Teacher
+        >>> teacher = Teacher(hidden=torch.ones(2, 3), weight=torch.zeros(4, 3), divergence="reverse")
+        >>> teacher.temperature
+        1.0
+    """
+
+    hidden: Tensor  #: [..., D'] bf16, fp16 or fp32 of any width, the same on every rank; of all ranks' tokens
+    weight: Tensor  #: [C, D'], this rank's rows; may be a DTensor
+    bias: Tensor | None = None  #: [C]
+    softcap: float | None = None  #: of the teacher's logits
+    logit_scale: float = 1.0  #: of the teacher's logits
+    temperature: float = 1.0  #: divides the logits of both, after softcap and scale
+    divergence: str = "forward"  #: "forward", "reverse" or "js", as in :func:`distillation_loss`
+    beta: float = 0.5  #: of "js"
+
+
 class Role(NamedTuple):
     """What a target holds, and along which axes: the facts by which the functions below treat it.
 

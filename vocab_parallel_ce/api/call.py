@@ -45,7 +45,7 @@ class Outputs:
 
     Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
     is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
-    ids -1. In tokens whose label is outside the vocabulary the first six are NaN. The first four have a gradient.
+    ids -1. In tokens whose label is outside the vocabulary the first seven are NaN. The first five have a gradient.
 
     Example:
         >>> from vocab_parallel_ce import vocab_parallel_cross_entropy
@@ -61,6 +61,7 @@ class Outputs:
     log_probs: Tensor | None = None  #: of the labels
     entropy: Tensor | None = None  #: in nats
     lse: Tensor | None = None  #: log-sum-exp of z
+    divergence: Tensor | None = None  #: from a teacher, of :func:`linear_objective`
     sum_sq_probs: Tensor | None = None  #: sum_i p_i^2
     mean_logit: Tensor | None = None  #: mean of z over the vocabulary
     predictions: Tensor | None = None  #: int64 global id of the largest z, the lowest of equals; -1 if there is none

@@ -8,16 +8,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits
-from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, loss_of_head, loss_of_logits
-from vocab_parallel_ce.head.arguments import Arguments
-from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
-from vocab_parallel_ce.options import DivergenceSettings, HeadOptions, Takes, divided_by, head_settings, settings_of
-from vocab_parallel_ce.targets import Head
+from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits, run_objective
+from vocab_parallel_ce.api.top_k_teacher import (
+    TopKTeacher,
+    checked_hard_weight,
+    divisor_of_losses,
+    loss_of_head,
+    loss_of_logits,
+    reduced,
+    with_hard_weight,
+)
+from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gradient, gradient_of, rounded_dtypes
+from vocab_parallel_ce.head.objective import Objective
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, TeacherLogits
+from vocab_parallel_ce.options import (
+    DivergenceSettings,
+    HeadOptions,
+    Settings,
+    Takes,
+    TeacherOptions,
+    divided_by,
+    head_settings,
+    settings_of,
+)
+from vocab_parallel_ce.spec import is_ignored
+from vocab_parallel_ce.targets import Head, Role, Tokens, check_target
 
 HEADS: Takes = {"sequence_parallel": (False,), "logits_dtype": (None,), "valid_tokens": (None,)}
 
@@ -94,8 +114,35 @@ def distillation_loss(
         return loss_of_logits(student_logits, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Tensor):
         raise TypeError(_no_teacher(teacher))
-    targets = Teacher(teacher, labels)
-    return run_logits(DIVERGENCE, student_logits, targets, settings, group=group, num_items=num_items).loss
+    hard_weight, targets = checked_hard_weight(settings, labels), TeacherLogits(teacher, labels)
+    if not hard_weight:
+        return run_logits(DIVERGENCE, student_logits, targets, settings, group=group, num_items=num_items).loss
+    checks.check_choice("gradient, with hard_weight", gradient, ("auto", "in_backward", "out_of_place"))
+    checks.check_tensor("student_logits", student_logits)
+    tokens = Tokens(student_logits, "student_logits", student_logits.shape[:-1])
+    divisor, targets = _counted(num_items, targets, tokens, settings)
+    found = run_logits(DIVERGENCE, student_logits, targets, _with_labels(settings), group=group)
+    return reduced(with_hard_weight(found.divergence, found.loss, hard_weight), divisor, settings.reduction)
+
+
+def _with_labels(settings: Settings) -> Settings:
+    """Return the settings of unreduced log-probabilities at temperature 1 with a divergence alongside."""
+    teacher = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
+    return settings._replace(
+        teacher=teacher, temperature=1.0, outputs=("divergence",), negated=True, reduction="none", hard_weight=0.0
+    )
+
+
+def _counted(num_items: Any, targets: Any, tokens: Tokens, settings: Settings) -> tuple[Tensor | None, Any]:
+    """Return what divides the sum of the losses, and targets of which none counts if that is 0."""
+    check_target("labels", targets.labels, Role("ids", ("rows",)), tokens)
+    ignored = is_ignored(targets.labels, settings.ignore_index)
+    divisor = divisor_of_losses(num_items, ignored, tokens, settings)
+    if num_items is not None:
+        assert divisor is not None
+        ignore_index = settings.ignore_index
+        targets = targets._replace(labels=torch.where(divisor == 0, ignore_index, targets.labels.long()))
+    return divisor, targets
 
 
 def _no_teacher(teacher: object) -> str:
@@ -159,5 +206,23 @@ def linear_distillation_loss(
         return loss_of_head(student, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
-    arguments = Arguments(student, TeacherHead(*teacher, labels), group, num_items)
-    return run_head(DIVERGENCE, arguments, settings).loss
+    hard_weight, targets = checked_hard_weight(settings, labels), TeacherHead(*teacher, labels)
+    arguments = Arguments(student, targets, group, num_items)
+    if not hard_weight:
+        return run_head(DIVERGENCE, arguments, settings).loss
+    check_gradient(settings, knows_grad_output=False)
+    checks.check_hidden(student.hidden)
+    hidden = student.hidden
+    divisor, targets = _counted(num_items, targets, Tokens(hidden, "student.hidden", hidden.shape[:-1]), settings)
+    dtypes = rounded_dtypes(autocast_dtype(hidden) or hidden.dtype, [t for t in student if isinstance(t, Tensor)])
+    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, dtypes)
+    of_rows, arguments = _with_labels(settings)._replace(gradient=gradient), Arguments(student, targets, group, None)
+    if gradient == "in_backward":
+        found = run_head(DIVERGENCE, arguments, of_rows)
+        return reduced(with_hard_weight(found.divergence, found.loss, hard_weight), divisor, settings.reduction)
+
+    def objective(log_probs: Tensor, divergence: Tensor) -> Tensor:
+        return with_hard_weight(divergence, log_probs, hard_weight)
+
+    of_tokens = Objective(objective, {}, "sum", divisor, False)
+    return run_objective(DIVERGENCE, arguments._replace(objective=of_tokens), of_rows)[0]

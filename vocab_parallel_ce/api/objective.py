@@ -10,10 +10,19 @@ from typing_extensions import Unpack
 
 from vocab_parallel_ce.api.call import Outputs, public, record_of, run_objective, split_temperature
 from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.options import HeadOptions, ObjectiveSettings, Takes, head_settings
-from vocab_parallel_ce.targets import Head
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead
+from vocab_parallel_ce.options import (
+    HeadOptions,
+    ObjectiveSettings,
+    Takes,
+    TeacherOptions,
+    checked_outputs,
+    head_settings,
+)
+from vocab_parallel_ce.targets import Head, Teacher
 
 OBJECTIVES: Takes = {"gradient": ("auto", "in_forward"), "keep_logits": ("none",)}
 
@@ -22,7 +31,7 @@ OBJECTIVES: Takes = {"gradient": ("auto", "in_forward"), "keep_logits": ("none",
 def linear_objective(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     objective: Callable[..., Tensor],
     *,
     tokens: Mapping[str, Tensor] | None = None,
@@ -34,6 +43,7 @@ def linear_objective(
     group: Any = None,
     temperature: float | Tensor = 1.0,
     threshold: Tensor | None = None,
+    teacher: Teacher | None = None,
     main_grad: Tensor | None = None,
     options: HeadOptions | None = None,
     **keywords: Unpack[ObjectiveSettings],
@@ -65,7 +75,11 @@ def linear_objective(
             token's value or derivative changes when others are left out or changed, as those of a mean would. This
             call waits for the device, and calls the function 10 times more; later calls and CUDA graphs do not. With
             one valid token it cannot tell, and checks the next call too. False: no check, for instance for dropout.
-        temperature, threshold: as in :func:`token_log_probs`.
+        temperature, threshold: as in :func:`token_log_probs`; not of the divergence.
+        teacher: a :class:`Teacher` of the same tokens, whose head makes its logits chunk by chunk. ``objective`` gets
+            the ``divergence`` of each token too, and its derivative multiplies the gradient of that: four products,
+            whatever the weights. ``labels`` may be None, and then ``objective`` gets no ``log_probs``, and no token is
+            ignored; they are not given ids. The teacher gets no gradient.
         options: a :class:`HeadOptions`, without ``gradient="in_backward"`` and ``keep_logits``.
         others: as in :func:`linear_cross_entropy`.
 
@@ -92,9 +106,43 @@ def linear_objective(
     """
     number, tensor = split_temperature(temperature)
     derived = {"temperature": number, "reduction": "none", "gradient": "in_forward", **ids_or_labels(labels, hidden)}
+    if teacher is not None:
+        outputs, of_teacher = with_divergence(teacher, labels, outputs, hidden)
+        derived |= of_teacher
     settings = head_settings(options, takes=OBJECTIVES, outputs=outputs, **keywords, **derived)
-    loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)
-    of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective)
+    if teacher is None or labels is not None:
+        loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)
+    if teacher is not None:
+        loss, targets = DIVERGENCE, TeacherHead(*rows_of_teacher(teacher, group), labels, tensor, threshold)
+    name = "log_probs" if settings.negated or teacher is None else "divergence"
+    of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective, name)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
     total, found = run_objective(loss, arguments, settings)
-    return total, record_of("log_probs", found, settings)
+    return total, record_of(name, found, settings)
+
+
+def with_divergence(
+    teacher: Teacher, labels: Tensor | None, outputs: Sequence[str], hidden: Tensor
+) -> tuple[Sequence[str], dict[str, Any]]:
+    """Return the outputs with the divergence, and the settings of a teacher; without labels it is no output."""
+    if type(teacher) is not Teacher:
+        raise TypeError(f"teacher: expected a Teacher, got {type(teacher).__name__}; pass Teacher(hidden, weight)")
+    _, _, _, softcap, logit_scale, temperature, divergence, beta = teacher
+    of_teacher: dict[str, Any] = {"teacher": TeacherOptions(divergence, beta, temperature, softcap, logit_scale)}
+    others = tuple([name for name in checked_outputs(outputs) if name != "divergence"])
+    if labels is None:
+        if others:
+            raise ValueError(f"outputs: expected none but 'divergence' without labels, got {others}; pass labels")
+        return (), of_teacher | {"negated": False}
+    if isinstance(labels, Tensor) and labels.dim() == hidden.dim() > 1:
+        raise ValueError(f"labels: expected one per token with a teacher, got given ids, {tuple(labels.shape)}")
+    return (*others, "divergence"), of_teacher | {"negated": True}
+
+
+def rows_of_teacher(teacher: Teacher, group: Any) -> tuple[Any, ...]:
+    """Return a teacher's head with this rank's rows of DTensors."""
+    weight, bias = [
+        local_rows(f"teacher.{name}", tensor, group) if tensor is not None and is_dtensor(tensor) else tensor
+        for name, tensor in (("weight", teacher.weight), ("bias", teacher.bias))
+    ]
+    return teacher.hidden, weight, bias

@@ -24,7 +24,7 @@ from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gr
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios
+from vocab_parallel_ce.losses.divergences import divergence_options, log_ratios
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids
 from vocab_parallel_ce.options import REDUCTIONS, Settings
 from vocab_parallel_ce.plan import checked_divisor, comparable
@@ -78,7 +78,7 @@ def loss_of_logits(
     ids, log_q, divisor = checked(teacher, labels, tokens, n_columns, settings, num_items)
     with checks.naming(labels="teacher.ids"):
         values = run_logits(GIVEN_IDS, student, Ids(ids), _of_values(ids, settings), group=group).loss
-    return _reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
+    return reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
 
 
 def loss_of_head(
@@ -97,7 +97,7 @@ def loss_of_head(
     with checks.naming(labels="teacher.ids", objective="gradient"):
         if gradient == "in_backward":
             values = run_head(GIVEN_IDS, arguments, of_values).loss
-            return _reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
+            return reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
 
         def divergence(log_probs: Tensor, **of_teacher: Tensor) -> Tensor:
             return row_losses(log_probs, of_teacher["teacher.log_probs"], teacher.rest, settings)
@@ -107,12 +107,27 @@ def loss_of_head(
         return run_objective(GIVEN_IDS, arguments, of_values)[0]
 
 
+def checked_hard_weight(settings: Settings, labels: Tensor | None) -> float:
+    """Return the hard weight; it needs labels."""
+    checks.check_number("hard_weight", settings.hard_weight, at_most=1)
+    if settings.hard_weight and labels is None:
+        raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
+    return float(settings.hard_weight)
+
+
+def with_hard_weight(divergence: Tensor, log_probs: Tensor, hard_weight: float) -> Tensor:
+    """Return ``(1 - h) * divergence + h * cross_entropy``; 0 times an infinite divergence would be NaN."""
+    if hard_weight == 1:
+        return -log_probs
+    return (1 - hard_weight) * divergence - hard_weight * log_probs if hard_weight else divergence
+
+
 def _of_values(ids: Tensor, settings: Settings) -> Settings:
     """Return the settings of the log-probabilities; verification compares those of the divergence with them."""
     return settings._replace(ignore_index=IGNORED, reduction="none", check_labels=False, n_ids=ids.shape[-1])
 
 
-def _reduced(losses: Tensor, divisor: Tensor | None, reduction: str) -> Tensor:
+def reduced(losses: Tensor, divisor: Tensor | None, reduction: str) -> Tensor:
     """Return the losses ``[...]``, or their sum ``[]`` over ``divisor [1]``, 0 for a divisor of 0."""
     if reduction == "none":
         return losses
@@ -138,11 +153,8 @@ def row_losses(values: Tensor, log_q: Tensor, rest: str, settings: Settings) -> 
     losses = _terms(log_s, log_q, settings).masked_fill(left_out, 0.0).sum(dim=-1)
     if values.shape[-1] == k:
         return losses
-    label_log_prob, h = values[..., k], settings.hard_weight
-    if h == 1:
-        losses = losses.masked_fill(losses.isinf(), 0.0)  # times 0 it would be NaN
-    if h:
-        losses = (1 - h) * losses - h * label_log_prob
+    label_log_prob = values[..., k]
+    losses = with_hard_weight(losses, label_log_prob, settings.hard_weight)
     return torch.where(label_log_prob.isnan(), NAN, losses)  # a label outside the vocabulary
 
 
@@ -190,14 +202,14 @@ def checked(
     checks.check_no_transforms(student, *targets, num_items)
     _check_settings(teacher, settings)
     check(targets, tokens)
-    check_hard_weight(settings, labels)
+    checked_hard_weight(settings, labels)
     if targets.ids.shape != targets.log_probs.shape:
         expected = f"that of teacher.log_probs, {tuple(targets.log_probs.shape)}"
         raise ValueError(f"teacher.ids: shape must be {expected}, got {tuple(targets.ids.shape)}")
     ignored = None if labels is None else is_ignored(labels, settings.ignore_index)
     if not checks.is_traced():
         check_not_overwritten(targets.log_probs, "teacher.log_probs")
-    divisor = _divisor_of(num_items, ignored, tokens, settings)
+    divisor = divisor_of_losses(num_items, ignored, tokens, settings)
     if verify.is_on:
         facts = {"teacher.log_probs": targets.log_probs, "teacher.rest": teacher.rest}
         verify.also(facts | comparable(settings._replace(vocab_size=None), num_items))
@@ -235,7 +247,7 @@ def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:
             f"teacher.temperature: expected {of_loss:g}, the loss's temperature, got {temperature:g}; pass log_softmax "
             f"of the teacher's logits / {of_loss:g}, and TopKTeacher(..., temperature={of_loss:g})"
         )
-    divergence_options(settings)
+    divergence_options(settings, None)
     checks.check_flag_or_auto("check_labels", settings.check_labels)
     if checks.is_traced() and settings.check_labels is True:
         raise ValueError(
@@ -249,7 +261,7 @@ def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:
         )
 
 
-def _divisor_of(num_items: Any, ignored: Tensor | None, tokens: Tokens, settings: Settings) -> Tensor | None:
+def divisor_of_losses(num_items: Any, ignored: Tensor | None, tokens: Tokens, settings: Settings) -> Tensor | None:
     """Return ``[1]`` what divides the sum of the losses: ``num_items``, or for a mean the tokens that count."""
     if num_items is not None and checks.is_traced():
         from vocab_parallel_ce.compile import divisor_of

@@ -37,11 +37,12 @@ MOST_CHECKED = 1024
 class Objective(NamedTuple):
     """What a caller passes."""
 
-    function: Callable[..., Tensor]  # (log_probs [n] or [n, k], name=[n, ...], ...) -> [n]
+    function: Callable[..., Tensor]  # (log_probs [n] or [n, k], name=[n, ...], ...) -> [n]; of no labels by name alone
     tokens: Mapping[str, Tensor]  # [...] each, or [..., m]
     reduction: str  # "mean" or "sum"
     num_items: float | Tensor | None
     is_checked: bool  # whether the function is checked at its first call
+    of_loss: str = "log_probs"  # what the loss is to the function; "divergence" without labels
 
 
 def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dtypes: set[torch.dtype]) -> None:
@@ -58,7 +59,7 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
         subject = f"tokens[{name!r}]"
         if type(name) is not str:
             raise TypeError(f"tokens: expected names as keys, got {name!r}; pass the name of an argument of objective")
-        if name == "log_probs" or name in settings.outputs:
+        if name in ("log_probs", "divergence", *settings.outputs):
             raise ValueError(f"{subject}: expected a name of its own, got that of an output; pass another")
         checks.expect(subject, numbers, None, on=tokens.tensor, subject=tokens.subject)
         checks.check_requires_no_gradient(subject, numbers)
@@ -87,11 +88,12 @@ class RowObjective(NamedTuple):
     may_be_of_none: bool  # whether ``num_items`` may be 0
     key: Any  # of a function to check; None: it is not
     errors: list[Exception] | None  # under verification: raised later, since the other ranks go on
+    of_loss: str
 
     def fill(self, rows: slice, outputs: TokenOutputs) -> None:
         """Fill the losses of ``rows`` from their outputs."""
         try:
-            self.losses[rows] = self._values(rows, _named(outputs))
+            self.losses[rows] = self._values(rows, self._named(outputs))
         except Exception as error:
             self._defer(error)
 
@@ -105,8 +107,8 @@ class RowObjective(NamedTuple):
             self.losses[rows] = values
         except Exception as error:
             self._defer(error)
-            grads = {name: torch.zeros_like(each) for name, each in _differentiable(_named(outputs)).items()}
-        return GradOutputs(loss=grads.pop("log_probs"), **grads)
+            grads = {name: torch.zeros_like(each) for name, each in _differentiable(self._named(outputs)).items()}
+        return GradOutputs(loss=grads.pop(self.of_loss), **grads)
 
     def _defer(self, error: Exception) -> None:
         if self.errors is None:
@@ -121,12 +123,14 @@ class RowObjective(NamedTuple):
         """Return targets whose gradients are 0 if the divisor is, whatever the logits hold."""
         if not self.may_be_of_none:
             return targets
-        field = targets._fields[0]  # labels, or ids
-        return targets._replace(**{field: torch.where(self.factor == 0, ignore_index, targets[0])})
+        field = "ids" if hasattr(targets, "ids") else "labels"
+        labels = getattr(targets, field)
+        labels = targets.logits.new_zeros(targets.logits.shape[0], dtype=torch.int64) if labels is None else labels
+        return targets._replace(**{field: torch.where(self.factor == 0, ignore_index, labels)})
 
     def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
-        named = _named(outputs)
+        named = self._named(outputs)
         leaves = {name: output.requires_grad_() for name, output in _differentiable(named).items()}
         with torch.enable_grad(), saved_as_it_is():
             values = self._values(rows, named)
@@ -147,21 +151,26 @@ class RowObjective(NamedTuple):
         # Copies: the function may write to its arguments.
         others = {name: output.clone() for name, output in named.items()}
         others |= {name: numbers[rows].clone() for name, numbers in self.tokens.items()}
-        log_probs, is_valid = others.pop("log_probs"), self.is_valid[rows]
+        first, is_valid = [others.pop("log_probs")] if "log_probs" in others else [], self.is_valid[rows]
         try:
-            values = self.function(log_probs, **others)
+            values = self.function(*first, **others)
         except TypeError:
-            check_takes(self.function, others)
+            check_takes(self.function, others, bool(first))
             raise
         if not isinstance(values, Tensor) or not values.is_floating_point():
             got = getattr(values, "dtype", type(values).__name__)
             raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per token")
         if values.layout is not torch.strided:
             raise TypeError(f"objective: expected a dense tensor, got layout {values.layout}; return its to_dense()")
-        if values.shape != is_valid.shape or values.device != log_probs.device:
+        if values.shape != is_valid.shape or values.device != is_valid.device:
             expected, got = (f"{tuple(each.shape)} on {each.device}" for each in (is_valid, values))
             raise ValueError(f"objective: expected a number of each token, {expected}, got {got}; return that shape")
-        return torch.where(is_valid, values.to(log_probs.dtype), 0.0)
+        return torch.where(is_valid, values.to(self.losses.dtype), 0.0)
+
+    def _named(self, outputs: TokenOutputs) -> dict[str, Tensor]:
+        """Return the outputs that there are, by the names of their arguments."""
+        names = (self.of_loss, *TokenOutputs._fields[1:])
+        return {name: output.detach() for name, output in zip(names, outputs, strict=True) if output is not None}
 
     def _check(self, rows: slice, outputs: TokenOutputs) -> None:
         """Raise if the function mixes tokens; remember it if there were enough to tell. Waits for the device."""
@@ -271,12 +280,13 @@ def _refuse_kept(_: Tensor) -> None:
     )
 
 
-def check_takes(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Raise TypeError if a function cannot be called with log-probabilities and keywords of these names."""
+def check_takes(function: Callable[..., Any], names: Iterable[str], has_labels: bool) -> None:
+    """Raise TypeError if a function cannot be called with log-probabilities of labels and keywords of these names."""
+    first = ["log_probs"] if has_labels else []
     try:
-        inspect.signature(function, follow_wrapped=False).bind(None, **dict.fromkeys(names))
+        inspect.signature(function, follow_wrapped=False).bind(*first, **dict.fromkeys(names))
     except TypeError as error:
-        called = ", ".join(("log_probs", *(f"{name}=..." for name in names)))
+        called = ", ".join((*first, *(f"{name}=..." for name in names)))
         raise TypeError(f"objective: must take ({called}), and it does not: {error}") from error
     except ValueError:  # it has no signature that can be read
         return
@@ -303,13 +313,7 @@ def rows_of(
     captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may wait
     key = key_of(objective.function) if objective.is_checked and not captures else None
     errors: list[Exception] | None = [] if verify.pending.get() is not None else None
-    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors)
-
-
-def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
-    """Return the outputs that there are, by the names of their arguments."""
-    names = ("log_probs", *TokenOutputs._fields[1:])
-    return {name: output.detach() for name, output in zip(names, outputs, strict=True) if output is not None}
+    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors, objective.of_loss)
 
 
 def _differentiable(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,18 +23,15 @@ from vocab_parallel_ce.kernels.divergences import (
     store,
     tile,
 )
-from vocab_parallel_ce.kernels.walk import column_of, walk_edges
+from vocab_parallel_ce.kernels.walk import walk_edges
 from vocab_parallel_ce.losses.divergences import DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
 
 
 @triton.jit
 def target(place, label, shard_start, VECTOR: tl.constexpr):
-    """Return the label's column, -1 if this rank does not have it."""
-    column = tl.full((), -1, tl.int32)
-    if label is not None:
-        column = column_of(label, shard_start, place.n_columns)
-    return column
+    """A label says whether a row is read, and no more."""
+    return tl.full((), -1, tl.int32)
 
 
 @triton.jit
@@ -59,7 +56,7 @@ def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_op
 
 @triton.jit
 def factors(stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, loss_options):
-    """Return the ``Factors``, whether the row is read, and the label's column."""
+    """Return the ``Factors``, whether the row is read, and no column of the label."""
     weight = 1.0
     if grads.loss is not None:
         weight = tl.load(grads.loss + row * strides.loss)
@@ -67,11 +64,9 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
         share = ops.divisor_weight(divisor)
         weight *= share
         live &= share != 0
-    column = tl.full((), -1, tl.int32)
     if label is not None:
         weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
-        column = column_of(label, shard_start, sizes.n_valid)
-    return shares(stats, second, weight, live, loss_options), live, column
+    return shares(stats, second, weight, live, loss_options), live, tl.full((), -1, tl.int32)
 
 
 ALGEBRA = Algebra(

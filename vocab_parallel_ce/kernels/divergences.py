@@ -3,32 +3,43 @@
     forward   KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)     dx_i = (s_i - t_i) / T
     reverse   KL = cross / student_sum - log(student_sum) + log(teacher_sum)     dx_i = s_i (log(s_i / t_i) - KL) / T
     js        beta * KL(t || m) + (1 - beta) * KL(s || m)       dx_i = (1 - beta) s_i (log(s_i / m_i) - KL(s || m)) / T
-    with hard_weight h:  (1 - h) * dx_i + h * (softmax(x)_i - [i == y])
 
 The two terms of js are the second exchange. Their walk is bound by arithmetic.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import option_arguments
 from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
+from vocab_parallel_ce.spec import LossOptions
 
 SMALL_SHARE = 0.125  # of a mixture: a larger one multiplies the rounding of its logarithm by 8 at most
 
 
-class KernelOptions(NamedTuple):
-    """``DivergenceOptions`` for a kernel; None if off. A kind is what is on: beta is js's, forward has neither."""
+OWN = (
+    "student_inverse",  # 1 / T of the student's z
+    "teacher_inverse",
+    "reverse",  # a kind is what is on: beta is js's, forward has neither
+    "beta",
+    "student_share",  # 1 - beta, which fp32 would round
+    "small_share",  # the smaller of the two, if it is below SMALL_SHARE
+    "teacher_softcap",  # as softcap, the student's
+    "teacher_scale",
+)
+# Options of both for a kernel, None if off: Triton 3.6 passes no None in a tuple of a tuple.
+KernelOptions = namedtuple("KernelOptions", (*LossOptions._fields, *OWN))  # type: ignore[misc]
 
-    inverse_temperature: float | None
-    reverse: int | None
-    beta: float | None
-    student_share: float | None  # 1 - beta, which fp32 would round
-    small_share: float | None  # the smaller of the two, if it is below SMALL_SHARE
-    hard_weight: float | None
-    ignore_index: int
+
+class Transform(NamedTuple):
+    """What ``primitives.transform`` reads of options, for the teacher."""
+
+    softcap: tl.tuple
+    logit_scale: tl.tensor
 
 
 class Factors(NamedTuple):
@@ -39,21 +50,14 @@ class Factors(NamedTuple):
     student_sum: tl.tensor
     teacher_sum: tl.tensor
     offset: tl.tensor  # reverse: KL + log(student_sum) - log(teacher_sum); js: KL(s || m)
-    hard_inverse: tl.tensor  # 1 / hard_sum
     weight: tl.tensor  # grad_output / divisor
 
 
 @triton.jit
-def load_logits(pointers, inside):
-    """Return the logits in fp32, -inf outside."""
-    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def cooled(shifted, loss_options):
+def cooled(shifted, inverse):
     """Return ``shifted / T``."""
-    if loss_options.inverse_temperature is not None:
-        shifted = shifted * loss_options.inverse_temperature
+    if inverse is not None:
+        shifted = shifted * inverse
     return shifted
 
 
@@ -74,29 +78,25 @@ def moved(cross, weight_sum, weight_raised, other_raised, decay):
 
 @triton.jit
 def plus(total, stats, loss_options):
-    """Return ``total`` and ``stats`` together; the maxima of ``stats`` are not larger. The label's logit is total's.
+    """Return ``total`` and ``stats`` together; the maxima of ``stats`` are not larger.
 
     Fused multiplications are written out, so that every kernel has the same ones.
     """
     student_shift = ops.finite_or_zero(total.student_max)
     teacher_shift = ops.finite_or_zero(total.teacher_max)
-    student_decay = ops.exp_shifted(cooled(stats.student_max - student_shift, loss_options), 0.0)
-    teacher_decay = ops.exp_shifted(cooled(stats.teacher_max - teacher_shift, loss_options), 0.0)
-    cross, hard_sum = total.cross, total.hard_sum
+    student_decay = ops.exp_shifted(cooled(stats.student_max - student_shift, loss_options.student_inverse), 0.0)
+    teacher_decay = ops.exp_shifted(cooled(stats.teacher_max - teacher_shift, loss_options.teacher_inverse), 0.0)
+    cross = total.cross
     if loss_options.beta is None:
-        student_raised = cooled(ops.raised_by(stats.student_max, student_shift), loss_options)
-        teacher_raised = cooled(ops.raised_by(stats.teacher_max, teacher_shift), loss_options)
+        student_raised = cooled(ops.raised_by(stats.student_max, student_shift), loss_options.student_inverse)
+        teacher_raised = cooled(ops.raised_by(stats.teacher_max, teacher_shift), loss_options.teacher_inverse)
         if loss_options.reverse is None:
             cross += moved(stats.cross, stats.teacher_sum, teacher_raised, student_raised, teacher_decay)
         else:
             cross += moved(stats.cross, stats.student_sum, student_raised, teacher_raised, student_decay)
-    if loss_options.hard_weight is not None:
-        hard_sum = tl.fma(stats.hard_sum, ops.exp_shifted(stats.student_max, student_shift), hard_sum)
     student_sum = tl.fma(stats.student_sum, student_decay, total.student_sum)
     teacher_sum = tl.fma(stats.teacher_sum, teacher_decay, total.teacher_sum)
-    return DivergenceStats(
-        total.student_max, student_sum, total.teacher_max, teacher_sum, cross, total.target, hard_sum
-    )
+    return DivergenceStats(total.student_max, student_sum, total.teacher_max, teacher_sum, cross)
 
 
 @triton.jit
@@ -106,42 +106,39 @@ def record(numbers):
 
 @triton.jit
 def empty(row, place, LANES: tl.constexpr):
-    at_label = load_logits(row.logits + place.begin + row.target, row.target >= 0)
     zeros = tl.zeros([LANES], tl.float32)
     lowest = tl.full([LANES], float("-inf"), tl.float32)
-    return DivergenceStats(lowest, zeros, lowest, zeros, zeros, zeros + at_label, zeros)
+    return DivergenceStats(lowest, zeros, lowest, zeros, zeros)
 
 
 @triton.jit
 def load_pair(tile, row):
-    """Return a tile's logits of the student and of the teacher."""
-    x = load_logits(row.logits + tile.first + tile.at, tile.inside)
-    return x, load_logits(row.other + tile.other_first + tile.at, tile.inside)
+    """Return a tile's z of the student, -inf outside, its slope, and the teacher's z."""
+    x = tl.load(row.logits + tile.first + tile.at, tile.inside, other=float("-inf"))
+    w = tl.load(row.other + tile.other_first + tile.at, tile.inside, other=float("-inf"))
+    z, slope = ops.transform(x, row.loss_options)
+    of_teacher = Transform(row.loss_options.teacher_softcap, row.loss_options.teacher_scale)
+    return z, slope, ops.transform(w, of_teacher)[0]
 
 
 @triton.jit
 def tile(stats, tile, row):
     loss_options = row.loss_options
-    x, w = load_pair(tile, row)
+    x, _, w = load_pair(tile, row)
     student_max, teacher_max = tl.max(x, axis=1), tl.max(w, axis=1)
-    cross, target = tl.zeros_like(student_max), tl.full(student_max.shape, float("-inf"), tl.float32)
-    hard_sum = cross
+    cross = tl.zeros_like(student_max)
     if stats is not None:
         student_max = tl.maximum(stats.student_max, student_max)
         teacher_max = tl.maximum(stats.teacher_max, teacher_max)
-        target = stats.target
-    x_shifted = x - ops.finite_or_zero(student_max)[:, None]
-    a = cooled(x_shifted, loss_options)
-    b = cooled(w - ops.finite_or_zero(teacher_max)[:, None], loss_options)
+    a = cooled(x - ops.finite_or_zero(student_max)[:, None], loss_options.student_inverse)
+    b = cooled(w - ops.finite_or_zero(teacher_max)[:, None], loss_options.teacher_inverse)
     a_exp, b_exp = ops.exp_shifted(a, 0.0), ops.exp_shifted(b, 0.0)
     if loss_options.reverse is not None:
         cross = tl.sum(cross_terms(a_exp, a, b), axis=1)
     elif loss_options.beta is None:
         cross = tl.sum(cross_terms(b_exp, b, a), axis=1)
-    if loss_options.hard_weight is not None:
-        hard_sum = tl.sum(ops.exp_shifted(x_shifted, 0.0), axis=1)
     student_sum, teacher_sum = tl.sum(a_exp, axis=1), tl.sum(b_exp, axis=1)
-    total = DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+    total = DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross)
     if stats is not None:
         total = plus(total, stats, loss_options)
     return total
@@ -151,7 +148,7 @@ def tile(stats, tile, row):
 def merge_pair(a, b, loss_options):
     zeros = tl.zeros_like(a.student_sum)
     student_max, teacher_max = tl.maximum(a.student_max, b.student_max), tl.maximum(a.teacher_max, b.teacher_max)
-    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, tl.maximum(a.target, b.target), zeros)
+    total = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros)
     return plus(plus(total, b, loss_options), a, loss_options)
 
 
@@ -159,24 +156,21 @@ def merge_pair(a, b, loss_options):
 def merge(stats, loss_options):
     zeros = tl.zeros_like(stats.student_sum)
     student_max, teacher_max = tl.max(stats.student_max, axis=1), tl.max(stats.teacher_max, axis=1)
-    target = tl.max(stats.target, axis=1)
-    total = DivergenceStats(student_max[:, None], zeros, teacher_max[:, None], zeros, zeros, stats.target, zeros)
+    total = DivergenceStats(student_max[:, None], zeros, teacher_max[:, None], zeros, zeros)
     raised = plus(total, stats, loss_options)
     student_sum, teacher_sum = tl.sum(raised.student_sum, axis=1), tl.sum(raised.teacher_sum, axis=1)
-    cross, hard_sum = tl.sum(raised.cross, axis=1), tl.sum(raised.hard_sum, axis=1)
-    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, tl.sum(raised.cross, axis=1))
 
 
 @triton.jit
 def fields(loss_options):
     """Return which fields of ``DivergenceStats`` are packed."""
-    is_hard = loss_options.hard_weight is not None
-    return True, True, True, True, loss_options.beta is None, is_hard, is_hard
+    return True, True, True, True, loss_options.beta is None
 
 
 @triton.jit
 def load(pointers, mask, loss_options, step):
-    empty = float("-inf"), 0.0, float("-inf"), 0.0, 0.0, float("-inf"), 0.0
+    empty = float("-inf"), 0.0, float("-inf"), 0.0, 0.0
     return DivergenceStats(*ops.load_fields(pointers, mask, fields(loss_options), empty, step))
 
 
@@ -196,17 +190,13 @@ def loss(stats, second, loss_options):
         value = stats.cross / stats.student_sum - student_log + teacher_log
     else:
         value = stats.cross / stats.teacher_sum - teacher_log + student_log
-    if loss_options.hard_weight is not None:
-        h = loss_options.hard_weight
-        hard = tl.log(stats.hard_sum) + (stats.student_max - stats.target)
-        value = tl.where(h == 1, 0.0, (1 - h) * value) + h * hard
     return value
 
 
 @triton.jit
-def log2_probs(logits, row_max, log2_sum, loss_options):
+def log2_probs(logits, row_max, log2_sum, inverse):
     """Return log2 of the probabilities; ``log2_sum`` is that of the row's sum."""
-    return cooled(logits - row_max, loss_options) * 1.4426950408889634 - log2_sum
+    return cooled(logits - row_max, inverse) * 1.4426950408889634 - log2_sum
 
 
 @triton.jit
@@ -247,9 +237,9 @@ def mixture(sums, tile, pair):
     """Add a tile's parts of ``KL(t || m)`` and ``KL(s || m)``, over log(2)."""
     row, stats = pair
     loss_options = row.loss_options
-    x, w = load_pair(tile, row)
-    student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
-    teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
+    x, _, w = load_pair(tile, row)
+    student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options.student_inverse)
+    teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options.teacher_inverse)
     s, t = tl.exp2(student_log), tl.exp2(teacher_log)
     student_ratio, teacher_ratio = log2_ratios(student_log, teacher_log, s, t, loss_options)
     teacher_terms, student_terms = t * teacher_ratio, s * student_ratio  # 0 of -inf, and of what is outside
@@ -279,7 +269,6 @@ def shares(stats, second, weight, live, loss_options):
         tl.where(live, stats.student_sum, 1.0),
         tl.where(live, stats.teacher_sum, 1.0),
         tl.where(live, offset, 0.0),
-        tl.where(live, 1.0 / stats.hard_sum, 0.0),
         tl.where(live, weight, 0.0),
     )
 
@@ -287,39 +276,35 @@ def shares(stats, second, weight, live, loss_options):
 @triton.jit
 def gradient(factors, tile, row):
     loss_options = row.loss_options
-    is_target = tile.column == row.target
-    x, w = load_pair(tile, row)
+    x, slope, w = load_pair(tile, row)
     if loss_options.beta is not None:
-        student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
-        teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)
+        student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options.student_inverse)
+        teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options.teacher_inverse)
         s, t = tl.exp2(student_log), tl.exp2(teacher_log)
         student_ratio, _ = log2_ratios(student_log, teacher_log, s, t, loss_options)
         log_ratio = student_ratio * 0.6931471805599453
         grad = tl.where(s == 0, 0.0, loss_options.student_share * s * (log_ratio - factors.offset))
     else:
-        a, b = cooled(x - factors.student_max, loss_options), cooled(w - factors.teacher_max, loss_options)
+        a = cooled(x - factors.student_max, loss_options.student_inverse)
+        b = cooled(w - factors.teacher_max, loss_options.teacher_inverse)
         s = ops.exp_shifted(a, 0.0) * (1.0 / factors.student_sum)
         if loss_options.reverse is not None:
             grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
         else:
             t = ops.exp_shifted(b, 0.0) * (1.0 / factors.teacher_sum)
             grad = s - tl.where(x == float("-inf"), 0.0, t)
-    grad = cooled(grad, loss_options)
-    if loss_options.hard_weight is not None:
-        h = loss_options.hard_weight
-        hard = ops.exp_shifted(x, factors.student_max) * factors.hard_inverse
-        hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
-        grad = tl.where(h == 1, 0.0, (1 - h) * grad) + h * hard
+    grad = cooled(grad, loss_options.student_inverse)
+    if loss_options.softcap is not None or loss_options.logit_scale is not None:
+        grad *= slope
     return grad * factors.weight
 
 
-def kernel_options(options: DivergenceOptions) -> KernelOptions:
+def kernel_options(options: DivergenceOptions) -> Any:
     """Return what kernels take."""
-    inverse = None if options.temperature == 1 else 1 / options.temperature
-    hard_weight = options.hard_weight or None
-    if options.divergence != "js":
-        reverse = 1 if options.divergence == "reverse" else None
-        return KernelOptions(inverse, reverse, None, None, None, hard_weight, options.ignore_index)
-    shares = options.beta, 1 - options.beta
-    small = max(min(shares), 2.0**-126) if min(shares) < SMALL_SHARE else None
-    return KernelOptions(inverse, None, *shares, small, hard_weight, options.ignore_index)
+    of_labels, teacher = option_arguments(options.labels), option_arguments(options.teacher)
+    inverses = [None if t == 1 else 1 / t for t in (options.student_temperature, options.temperature)]
+    kind: tuple[Any, ...] = (1 if options.divergence == "reverse" else None, None, None, None)
+    if options.divergence == "js":
+        shares = options.beta, 1 - options.beta
+        kind = None, *shares, max(min(shares), 2.0**-126) if min(shares) < SMALL_SHARE else None
+    return KernelOptions(*of_labels, *inverses, *kind, teacher.softcap, teacher.logit_scale)

@@ -250,7 +250,7 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
-        if grads.entropy is None and grads.lse is None:
+        if grads.entropy is None and grads.lse is None and grads.divergence is None:
             live &= weight != 0  # it divides the loss alone
     made = row_factors(stats, label, live, weight, grads, strides, row, sizes.vocab_size, loss_options)
     # A label in an excluded column is no column's target.

@@ -76,6 +76,7 @@ def outputs_kernel(
     loss,  # [N] fp32, out, or None
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
+    divergence,  # [N] fp32, out, or None
     sum_sq_probs,  # [N] fp32, out, or None
     mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
@@ -100,7 +101,7 @@ def outputs_kernel(
             tl.store(valid_rows, divisor)
     merged = merged_ranks(stats, rows, inside, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, rows, inside, n_rows, RANKS)
-    outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
+    outputs = TokenOutputs(loss, entropy, lse, divergence, sum_sq_probs, mean_logit, predictions)
     losses = LOSS.outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
@@ -120,6 +121,7 @@ def gradient_kernel(
     grad_loss,  # [N] fp32, or None: 1
     grad_entropy,  # [N] fp32, or None: 0
     grad_lse,  # [N] fp32, or None: 0
+    grad_divergence,  # [N] fp32, or None: 0
     grad_logits,  # [N, C] logits' dtype, out; may be logits; or of 16 bits and of fp32 logits
     layout,  # RowLayout of logits and of grad_logits
     other_layout,
@@ -147,7 +149,7 @@ def gradient_kernel(
     least = ops.row_least(threshold, row, live)
     merged = merged_ranks(stats, row, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, row, None, n_rows, RANKS)
-    grads = GradOutputs(grad_loss, grad_entropy, grad_lse)
+    grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_divergence)
     factors, live, target = LOSS.factors(
         merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options
     )

@@ -130,6 +130,15 @@ def store_fields(pointers, record, fields, step):
 
 
 @triton.jit
+def after_fields(pointers, fields, step):
+    """Return pointers past the numbers that :func:`store_fields` stores."""
+    for i in tl.static_range(len(fields)):
+        if fields[i]:
+            pointers += step
+    return pointers
+
+
+@triton.jit
 def merge_tree(stats, loss_options, MERGE: tl.constexpr, RECORD: tl.constexpr):
     """Return the statistics of a row from those of its units, ``[n]``: a power of two, neighbours first.
 

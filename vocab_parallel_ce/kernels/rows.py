@@ -125,6 +125,7 @@ def statistics_kernel(
     loss,  # [N] fp32, out, of one rank: the outputs of an unreduced loss; or None
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
+    divergence,  # [N] fp32, out, or None
     sum_sq_probs,  # [N] fp32, out, or None
     mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
@@ -170,7 +171,7 @@ def statistics_kernel(
     merged = LOSS.finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE)
     LOSS.store(stats + (stats_start + index) * stats_width, merged, loss_options, 1)
     if loss is not None:
-        outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
+        outputs = TokenOutputs(loss, entropy, lse, divergence, sum_sq_probs, mean_logit, predictions)
         LOSS.outputs(outputs, index, None, merged, None, label, None, sizes, loss_options)
     if second is not None:
         second_of_row(place, row, merged, None, 0, second + 2 * index, LOSS, SHAPE, UNROLLED)

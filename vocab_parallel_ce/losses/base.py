@@ -133,7 +133,7 @@ class Loss:
         raise NotImplementedError
 
     def outputs_gradient(
-        self, x: Tensor, targets: Any, stats: Any, grads: Any, shard: VocabShard, options: Any
+        self, x: Tensor, targets: Any, stats: Any, second: Any, grads: Any, shard: VocabShard, options: Any
     ) -> Tensor:
         """Return the same of the outputs alongside the loss, each times its ``grads``, summed."""
         raise NotImplementedError

@@ -1,6 +1,7 @@
 """The mathematics of distillation, in plain PyTorch: divergences of a student's distribution from a teacher's.
 
-Of student logits ``x`` and teacher logits ``w``, with the temperature ``T``, over the whole vocabulary:
+Of the student's ``x`` and the teacher's ``w``, each after its softcap and scale, with the temperature ``T``, over the
+whole vocabulary:
 
     s = softmax(x / T),  t = softmax(w / T)
     forward   KL(t || s) = sum_i t_i (log t_i - log s_i)          dx_i = (s_i - t_i) / T
@@ -9,9 +10,8 @@ Of student logits ``x`` and teacher logits ``w``, with the temperature ``T``, ov
                                                       dx_i = (1 - beta) * s_i (log(s_i / m_i) - KL(s || m)) / T
 
 ``forward`` is that of Hinton et al. (arXiv:1503.02531), without their factor ``T^2``; the others are those of GKD
-(Agarwal et al., arXiv:2306.13649, equation 1 for ``js``). With labels ``y`` and ``h = hard_weight`` the loss is
-
-    (1 - h) * divergence + h * (lse(x) - x_y)
+(Agarwal et al., arXiv:2306.13649, equation 1 for ``js``). The divergence is the loss, or one more output alongside the
+log-probabilities of labels: then a row has the statistics of both, and its gradient is the sum of all quantities'.
 
 A rank knows of its columns the largest ``x`` and ``w``, and sums relative to both. With ``a_i = (x_i - x_max) / T`` and
 ``b_i = (w_i - w_max) / T``, so that rows far from 0 lose no digits:
@@ -24,13 +24,14 @@ after a first exchange, and are exchanged themselves.
 
 Edges. A column that both exclude by ``-inf`` takes no part. If only the student excludes it, ``forward`` is ``inf``; if
 only the teacher does, ``reverse`` is ``inf``, and its gradient is not finite. The gradient is 0 where the student has
-``-inf``, in padded columns, and in rows with ``ignore_index``, whose loss is 0. A label outside ``[0, V)``, NaN or
-``+inf`` in a row: NaN.
+``-inf``, in padded columns, and in rows with ``ignore_index``, whose divergence is 0. A label outside ``[0, V)``, NaN
+or ``+inf`` in a row: NaN.
 """
 
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
@@ -40,19 +41,37 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
-from vocab_parallel_ce.options import Settings, loss_options
+from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.options import OUTPUTS, Settings, TeacherOptions, loss_options
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import INF, NAN, NEG_INF, _bounded, _finite_or_zero, _outside, _raised_by, is_ignored
+from vocab_parallel_ce.spec import (
+    INF,
+    NAN,
+    NEG_INF,
+    PLAIN,
+    GradOutputs,
+    LossOptions,
+    RowStats,
+    _bounded,
+    _finite_or_zero,
+    _outside,
+    _raised_by,
+    is_ignored,
+    transformed,
+)
 from vocab_parallel_ce.targets import Role, Tokens
 
 DIVERGENCES = ("forward", "reverse", "js")
 
 
-class Teacher(NamedTuple):
+class TeacherLogits(NamedTuple):
     """The targets of a student's logits."""
 
     logits: Annotated[Tensor, Role("logits", ("rows", "columns"), "teacher", checks_memory=True)]
     labels: Annotated[Tensor | None, Role("ids", ("rows",))] = None
+    # Of what a label has, not of the divergence.
+    temperature: Annotated[Tensor | None, Role("numbers", ("rows",), fill=1.0)] = None
+    threshold: Annotated[Tensor | None, Role("numbers", ("rows",), fill=NEG_INF)] = None
 
 
 class TeacherHead(NamedTuple):
@@ -62,6 +81,8 @@ class TeacherHead(NamedTuple):
     weight: Annotated[Tensor, Role("head", ("columns", "features"), "teacher.weight", checks_memory=True)]
     bias: Annotated[Tensor | None, Role("head", ("columns",), "teacher.bias", checks_memory=True)] = None
     labels: Annotated[Tensor | None, Role("ids", ("rows",))] = None
+    temperature: Annotated[Tensor | None, Role("numbers", ("rows",), fill=1.0)] = None
+    threshold: Annotated[Tensor | None, Role("numbers", ("rows",), fill=NEG_INF)] = None
     # [M], one past the end for none; None: rows are tokens.
     token_of_row: Annotated[Tensor | None, Role("ids", ("rows",))] = None
 
@@ -70,10 +91,16 @@ class DivergenceOptions(NamedTuple):
     """What is computed of a row."""
 
     divergence: str = "forward"
-    temperature: float = 1.0
     beta: float = 0.5  # of js
-    hard_weight: float = 0.0
-    ignore_index: int = -100
+    temperature: float = 1.0  # divides the teacher's z
+    student_temperature: float = 1.0  # divides the student's z, which that of the labels may have divided already
+    labels: LossOptions = PLAIN  # of the student's z, and of what a label has
+    teacher: LossOptions = PLAIN  # of the teacher's z
+    is_alone: bool = True  # the divergence is the loss; otherwise an output alongside log-probabilities
+
+    @property
+    def ignore_index(self) -> int:
+        return self.labels.ignore_index
 
 
 class DivergenceStats(NamedTuple):
@@ -84,21 +111,20 @@ class DivergenceStats(NamedTuple):
     teacher_max: Tensor
     teacher_sum: Tensor
     cross: Tensor  # 0 for js
-    target: Tensor  # the label's x, -inf if it is not in the set
-    hard_sum: Tensor  # sum of exp(x - student_max)
 
 
-IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, NEG_INF, 0.0)
+IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0)
+N_LABEL_STATS = len(RowStats._fields)  # the first of TokenStats; without labels 0
+TokenStats = namedtuple("TokenStats", (*RowStats._fields, *DivergenceStats._fields))  # type: ignore[misc]
 
 
 class DivergenceLoss(Loss):
-    """A divergence of the student's distribution from the teacher's."""
+    """A divergence of the student's distribution from the teacher's, alone or alongside what a label has."""
 
-    Targets, HeadTargets = Teacher, TeacherHead
-    Stats = DivergenceStats
+    Targets, HeadTargets = TeacherLogits, TeacherHead
+    Stats = TokenStats
 
-    def check(self, targets: Teacher | TeacherHead, tokens: Tokens, settings: Settings) -> None:
-        check_hard_weight(settings, targets.labels)
+    def check(self, targets: TeacherLogits | TeacherHead, tokens: Tokens, settings: Settings) -> None:
         if isinstance(targets, TeacherHead):
             hidden, weight, bias, *_ = targets
             remedy = "convert it, because autocast leaves the teacher as it is"
@@ -108,83 +134,83 @@ class DivergenceLoss(Loss):
         ordered: TeacherHead = super().in_order(targets, order, settings)
         return ordered._replace(token_of_row=order.token_of_row)
 
-    def at(self, targets: TeacherHead, rows: slice) -> Teacher:
+    def at(self, targets: TeacherHead, rows: slice) -> TeacherLogits:
         """Make the teacher's logits of these rows."""
-        states, weight, bias, labels, token_of_row = targets
+        states, weight, bias, *by_row, token_of_row = targets
         if token_of_row is None:
             states = states[rows]
         else:
             states = states.index_select(0, token_of_row[rows].clamp(max=states.shape[0] - 1))
-        return Teacher(F.linear(states, weight, bias), None if labels is None else labels[rows])
+        return TeacherLogits(F.linear(states, weight, bias), *[None if t is None else t[rows] for t in by_row])
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> DivergenceOptions:
-        options = divergence_options(settings)
-        loss_options(settings, vocab_size)
-        return options
+        return divergence_options(settings, vocab_size)
+
+    def outputs(self, options: DivergenceOptions) -> dict[str, bool]:
+        found = {} if options.is_alone else LABELS.outputs(options.labels) | {"divergence": True}
+        return {name: found[name] for name in OUTPUTS if name in found}
 
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        return bound(kernels, kernels.divergence_rows.divergence_loss(shard, options), self.exchanges(options))
+        rows = kernels.divergence_rows if options.is_alone else kernels.teacher_rows
+        return bound(kernels, rows.divergence_loss(shard, options), self.exchanges(options))
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"
-        hard = ("target", "hard_sum") if options.hard_weight else ()
-        first = (*DivergenceStats._fields[:4], *(() if is_js else ("cross",)), *hard)
+        of_labels = () if options.is_alone else options.labels.statistics
+        first = (*of_labels, *DivergenceStats._fields[: 4 if is_js else 5])
         return (first, ("teacher_kl", "student_kl")) if is_js else (first,)
 
-    def tile(self, x: Tensor, targets: Teacher, shard: VocabShard, options: DivergenceOptions) -> DivergenceStats:
-        x, w, labels = *_both(x, targets), targets.labels
+    def tile(self, x: Tensor, targets: TeacherLogits, shard: VocabShard, options: DivergenceOptions) -> Any:
+        of_labels = x.new_zeros(N_LABEL_STATS, len(x)).unbind()
+        if not options.is_alone:
+            of_labels = LABELS.tile(x, _labels(targets), shard, options.labels)
+        return TokenStats(*of_labels, *self._tile(*_both(x, targets, options)[:2], options))
+
+    def _tile(self, x: Tensor, w: Tensor, options: DivergenceOptions) -> DivergenceStats:
+        """Return what these columns of both contribute."""
         if x.shape[-1] == 0:
             return DivergenceStats(*(x.new_full(x.shape[:1], value) for value in IDENTITY))
         x_max, w_max = x.amax(dim=-1), w.amax(dim=-1)
-        x_shifted = x - _finite_or_zero(x_max).unsqueeze(-1)
-        a, b = x_shifted / options.temperature, (w - _finite_or_zero(w_max).unsqueeze(-1)) / options.temperature
-        cross, target = torch.zeros_like(x_max), torch.full_like(x_max, NEG_INF)
+        a = (x - _finite_or_zero(x_max).unsqueeze(-1)) / options.student_temperature
+        b = (w - _finite_or_zero(w_max).unsqueeze(-1)) / options.temperature
+        cross = torch.zeros_like(x_max)
         if options.divergence == "forward":
             cross = _cross(b, a)
         elif options.divergence == "reverse":
             cross = _cross(a, b)
-        if labels is not None:
-            column = labels.long() - shard.start
-            owned = (column >= 0) & (column < x.shape[-1])
-            at_label = x.gather(-1, torch.where(owned, column, 0).unsqueeze(-1)).squeeze(-1)
-            target = torch.where(owned, at_label, NEG_INF)
-        student_sum, teacher_sum, hard_sum = (value.exp().sum(dim=-1) for value in (a, b, x_shifted))
-        return DivergenceStats(x_max, student_sum, w_max, teacher_sum, cross, target, hard_sum)
+        return DivergenceStats(x_max, a.exp().sum(dim=-1), w_max, b.exp().sum(dim=-1), cross)
 
-    def merge(self, a: DivergenceStats, b: DivergenceStats, options: DivergenceOptions) -> DivergenceStats:
+    def merge(self, a: Any, b: Any, options: DivergenceOptions) -> Any:
+        of_labels = _of_labels(a) if options.is_alone else LABELS.merge(_of_labels(a), _of_labels(b), options.labels)
+        return TokenStats(*of_labels, *self._merge(_of_teacher(a), _of_teacher(b), options))
+
+    def _merge(self, a: DivergenceStats, b: DivergenceStats, options: DivergenceOptions) -> DivergenceStats:
         student_max, teacher_max = (
             torch.maximum(a.student_max, b.student_max),
             torch.maximum(a.teacher_max, b.teacher_max),
         )
         student_shift, teacher_shift = _finite_or_zero(student_max), _finite_or_zero(teacher_max)
 
-        def moved(part: DivergenceStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            student_raised = _raised_by(part.student_max, student_shift) / options.temperature
+        def moved(part: DivergenceStats) -> tuple[Tensor, Tensor, Tensor]:
+            student_raised = _raised_by(part.student_max, student_shift) / options.student_temperature
             teacher_raised = _raised_by(part.teacher_max, teacher_shift) / options.temperature
-            student_decay = ((part.student_max - student_shift) / options.temperature).exp()
+            student_decay = ((part.student_max - student_shift) / options.student_temperature).exp()
             teacher_decay = ((part.teacher_max - teacher_shift) / options.temperature).exp()
             student_terms = (part.student_sum, student_raised, teacher_raised, student_decay)
             teacher_terms = (part.teacher_sum, teacher_raised, student_raised, teacher_decay)
             cross = _moved(part.cross, *(teacher_terms if options.divergence == "forward" else student_terms))
-            hard_decay = (part.student_max - student_shift).exp()
-            return (
-                part.student_sum * student_decay,
-                part.teacher_sum * teacher_decay,
-                cross,
-                part.hard_sum * hard_decay,
-            )
+            return part.student_sum * student_decay, part.teacher_sum * teacher_decay, cross
 
-        student_sum, teacher_sum, cross, hard_sum = (x + y for x, y in zip(moved(a), moved(b), strict=True))
-        target = torch.maximum(a.target, b.target)
-        return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+        student_sum, teacher_sum, cross = (x + y for x, y in zip(moved(a), moved(b), strict=True))
+        return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross)
 
     def second(
-        self, x: Tensor, targets: Teacher, stats: DivergenceStats, shard: VocabShard, options: DivergenceOptions
+        self, x: Tensor, targets: TeacherLogits, stats: Any, shard: VocabShard, options: DivergenceOptions
     ) -> Tensor:
         """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of these columns."""
-        s, t, log_s, log_t = _probabilities(x, targets, stats, options)
+        s, t, log_s, log_t = _probabilities(*_both(x, targets, options)[:2], stats, options)
         student_ratio, teacher_ratio = log_ratios(log_s, log_t, options.beta)
         parts = torch.where(t == 0, 0.0, t * teacher_ratio), torch.where(s == 0, 0.0, s * student_ratio)
         return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)
@@ -192,12 +218,14 @@ class DivergenceLoss(Loss):
     def output(
         self,
         name: str,
-        stats: DivergenceStats,
+        stats: Any,
         second: Tensor | None,
-        targets: Teacher,
+        targets: TeacherLogits,
         shard: VocabShard,
         options: DivergenceOptions,
     ) -> Tensor:
+        if not options.is_alone and name != "divergence":
+            return LABELS.output(name, _of_labels(stats), None, _labels(targets), shard, options.labels)
         log_student, log_teacher = stats.student_sum.log(), stats.teacher_sum.log()
         if options.divergence == "forward":
             value = stats.cross / stats.teacher_sum - log_teacher + log_student
@@ -206,9 +234,6 @@ class DivergenceLoss(Loss):
         else:
             assert second is not None
             value = options.beta * second[:, 0] + (1 - options.beta) * second[:, 1]
-        if options.hard_weight:
-            hard = stats.hard_sum.log() + (stats.student_max - stats.target)
-            value = hard if options.hard_weight == 1 else (1 - options.hard_weight) * value + options.hard_weight * hard
         if targets.labels is None:
             return value
         value = torch.where(_outside(targets.labels, shard.vocab_size), NAN, value)
@@ -217,14 +242,44 @@ class DivergenceLoss(Loss):
     def gradient(
         self,
         x: Tensor,
-        targets: Teacher,
-        stats: DivergenceStats,
+        targets: TeacherLogits,
+        stats: Any,
         second: Tensor | None,
         shard: VocabShard,
         options: DivergenceOptions,
     ) -> Tensor:
-        s, t, log_s, log_t = _probabilities(x, targets, stats, options)
-        x, labels = _both(x, targets)[0], targets.labels
+        if options.is_alone:
+            return self._gradient(x, targets, stats, second, shard, options)
+        return LABELS.gradient(x, _labels(targets), _of_labels(stats), None, shard, options.labels)
+
+    def outputs_gradient(
+        self,
+        x: Tensor,
+        targets: TeacherLogits,
+        stats: Any,
+        second: Tensor | None,
+        grads: GradOutputs,
+        shard: VocabShard,
+        options: DivergenceOptions,
+    ) -> Tensor:
+        of_labels = _of_labels(stats)
+        grad = LABELS.outputs_gradient(x, _labels(targets), of_labels, None, grads, shard, options.labels)
+        if grads.divergence is not None:
+            grad = grad + self._gradient(x, targets, stats, second, shard, options) * grads.divergence.unsqueeze(-1)
+        return grad
+
+    def _gradient(
+        self,
+        x: Tensor,
+        targets: TeacherLogits,
+        stats: Any,
+        second: Tensor | None,
+        shard: VocabShard,
+        options: DivergenceOptions,
+    ) -> Tensor:
+        """Return the derivative of the divergence."""
+        z, w, slope = _both(x, targets, options)
+        s, t, log_s, log_t = _probabilities(z, w, stats, options)
         if options.divergence == "forward":
             grad = s - t
         elif options.divergence == "reverse":
@@ -234,66 +289,81 @@ class DivergenceLoss(Loss):
             assert second is not None
             student_ratio, _ = log_ratios(log_s, log_t, options.beta)
             grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (student_ratio - second[:, 1:]))
-        grad = (
-            grad * ((1 - options.hard_weight) / options.temperature) if options.hard_weight < 1 else grad.new_zeros(())
-        )
-        if options.hard_weight:
-            assert labels is not None
-            p = (x - stats.student_max.unsqueeze(-1)).exp() / stats.hard_sum.unsqueeze(-1)
-            column = torch.arange(shard.start, shard.start + x.shape[-1], device=x.device)
-            grad = grad + options.hard_weight * (p - (column == labels.long().unsqueeze(-1)).to(p))
+        grad = grad / options.student_temperature * slope
         is_finite = (stats.student_sum.isfinite() & (stats.student_max != NEG_INF)).unsqueeze(-1)
         grad = torch.where((log_s == NEG_INF) & is_finite, 0.0, grad)
+        labels = targets.labels
         return grad if labels is None else torch.where(_outside(labels, shard.vocab_size).unsqueeze(-1), NAN, grad)
 
-    def ignored(self, targets: Teacher, options: DivergenceOptions) -> Tensor | None:
+    def ignored(self, targets: TeacherLogits, options: DivergenceOptions) -> Tensor | None:
         return None if targets.labels is None else is_ignored(targets.labels, options.ignore_index)
 
 
 DIVERGENCE = DivergenceLoss()
 
 
-def divergence_options(settings: Settings) -> DivergenceOptions:
+def divergence_options(settings: Settings, vocab_size: int | None) -> DivergenceOptions:
     """Check what the mathematics takes."""
-    checks.check_choice("divergence", settings.divergence, DIVERGENCES)
-    checks.check_number("beta", settings.beta)
-    if not 0 < settings.beta < 1:
+    alone = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
+    teacher = alone if settings.teacher is None else settings.teacher
+    checks.check_choice("divergence", teacher.divergence, DIVERGENCES)
+    checks.check_number("beta", teacher.beta)
+    if not 0 < teacher.beta < 1:
         raise ValueError(
-            f"beta: must be above 0 and below 1, got {settings.beta}; its limits are 'forward' and 'reverse'"
+            f"beta: must be above 0 and below 1, got {teacher.beta}; its limits are 'forward' and 'reverse'"
         )
-    if settings.divergence != "js" and settings.beta != 0.5:
-        raise ValueError(f"beta: expected divergence='js' with it, got {settings.divergence!r}")
-    checks.check_number("hard_weight", settings.hard_weight, at_most=1)
-    checks.check_number("temperature", settings.temperature, positive=True)
-    checks.check_number("1 / temperature", 1 / settings.temperature, positive=True)
-    checks.check_integer("ignore_index", settings.ignore_index)
-    numbers = float(settings.temperature), float(settings.beta), float(settings.hard_weight)
-    return DivergenceOptions(settings.divergence, *numbers, int(settings.ignore_index))
+    if teacher.divergence != "js" and teacher.beta != 0.5:
+        raise ValueError(f"beta: expected divergence='js' with it, got {teacher.divergence!r}")
+    checks.check_number("temperature", teacher.temperature, positive=True)
+    checks.check_number("1 / temperature", 1 / teacher.temperature, positive=True)
+    labels = loss_options(settings, vocab_size)
+    of_teacher = Settings(softcap=teacher.softcap, logit_scale=teacher.logit_scale)
+    if settings.teacher is None:  # no option but these changes the student's z
+        labels = PLAIN._replace(ignore_index=labels.ignore_index)
+    labels_temperature = 1.0 if settings.teacher is None else settings.temperature
+    with checks.naming(softcap="teacher.softcap", logit_scale="teacher.logit_scale"):
+        return DivergenceOptions(
+            teacher.divergence,
+            float(teacher.beta),
+            float(teacher.temperature),
+            float(teacher.temperature / labels_temperature),
+            labels,
+            loss_options(of_teacher, None)._replace(ignore_index=labels.ignore_index),
+            settings.teacher is None or not settings.negated,
+        )
 
 
-def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
-    if settings.hard_weight and labels is None:
-        divergence_options(settings)  # a wrong number is named first
-        raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
+def _labels(targets: TeacherLogits) -> Labels:
+    assert targets.labels is not None
+    return Labels(targets.labels, None, targets.temperature, targets.threshold)
 
 
-def _both(x: Tensor, targets: Teacher) -> tuple[Tensor, Tensor]:
-    """The columns of student and teacher, in the compute dtype of the student's logits."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+def _of_labels(stats: Any) -> RowStats:
+    return RowStats(*stats[:N_LABEL_STATS])
+
+
+def _of_teacher(stats: Any) -> DivergenceStats:
+    return DivergenceStats(*stats[N_LABEL_STATS:])
+
+
+def _both(x: Tensor, targets: TeacherLogits, options: DivergenceOptions) -> tuple[Tensor, Tensor, Tensor | float]:
+    """The z of the student's and the teacher's columns, in the compute dtype of the student's logits, and its slope."""
+    z, slope = transformed(x, options.labels)
     teacher = targets.logits.reshape(-1, targets.logits.shape[-1])[:, : x.shape[-1]]
-    return x.to(dtype), teacher.to(dtype)
+    return z, transformed(teacher.to(z.dtype), options.teacher)[0], slope
 
 
 def _probabilities(
-    x: Tensor, targets: Teacher, stats: DivergenceStats, options: DivergenceOptions
+    student: Tensor, teacher: Tensor, stats: Any, options: DivergenceOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(s, t, log s, log t)`` of columns."""
-    student, teacher = _both(x, targets)
     logs = []
-    sides = (student, stats.student_max, stats.student_sum), (teacher, stats.teacher_max, stats.teacher_sum)
-    for logits, row_max, sum_exp in sides:
-        shifted = (logits - row_max.unsqueeze(-1)) / options.temperature
-        logs.append(shifted - sum_exp.log().unsqueeze(-1))
+    sides = (
+        (student, stats.student_max, stats.student_sum, options.student_temperature),
+        (teacher, stats.teacher_max, stats.teacher_sum, options.temperature),
+    )
+    for z, row_max, sum_exp, temperature in sides:
+        logs.append((z - row_max.unsqueeze(-1)) / temperature - sum_exp.log().unsqueeze(-1))
     return logs[0].exp(), logs[1].exp(), logs[0], logs[1]
 
 

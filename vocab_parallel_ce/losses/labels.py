@@ -49,7 +49,7 @@ class LabelLoss(Loss):
         return loss_options(settings, vocab_size, class_weight=class_weight)
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
-        return {name: name in DIFFERENTIABLE for name in OUTPUTS if getattr(options, name)}
+        return {name: name in DIFFERENTIABLE for name in OUTPUTS if getattr(options, name, False)}
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
@@ -84,7 +84,14 @@ class LabelLoss(Loss):
         return spec.gradient(x, stats, targets.labels, shard.start, shard.vocab_size, options, targets.class_weight)
 
     def outputs_gradient(
-        self, x: Tensor, targets: Labels, stats: RowStats, grads: GradOutputs, shard: VocabShard, options: LossOptions
+        self,
+        x: Tensor,
+        targets: Labels,
+        stats: RowStats,
+        second: None,
+        grads: GradOutputs,
+        shard: VocabShard,
+        options: LossOptions,
     ) -> Tensor:
         options = at_rows(options, *targets[2:])
         return outputs_gradient(x, stats, targets.labels, shard.start, shard.vocab_size, grads, options)

@@ -170,8 +170,8 @@ def one_pass_kernel(
         fetch(walk, Cursor(stage, row, step, label_columns), i, sizes)
     label_lanes = label_lanes_of(LANES, VECTOR)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, label_lanes, loss_options, COUNTED)
-    outputs = TokenOutputs(loss, None, lse, None, None, None)
-    grads = GradOutputs(None, None, None)
+    outputs = TokenOutputs(loss, None, lse, None, None, None, None)
+    grads = GradOutputs(None, None, None, None)
     while row < n_rows:
         cursor = Cursor(stage, row, step, label_columns)
         column = label_columns[0]
