@@ -49,7 +49,8 @@ def second_of_row(
     place, row, stats, parts, n_parts, pointer, LOSS: tl.constexpr, SHAPE: tl.constexpr, UNROLLED: tl.constexpr
 ):
     """Store a row's two sums of the second exchange at ``pointer``. ``parts``: pointers, or None."""
-    zeros = tl.zeros([SHAPE.LANES], tl.float32)
+    LANES: tl.constexpr = SHAPE.LANES
+    zeros = tl.zeros([LANES], tl.float32)
     both = (row, stats)
     if parts is None:
         sums = walk_parts(place, (zeros, zeros), both, None, LOSS.second, add_sums, SHAPE)

@@ -111,10 +111,11 @@ def part_of_row(place, begin, row, TILE: tl.constexpr, SHAPE: tl.constexpr):
 
     Lanes keep their own states.
     """
+    TILES: tl.constexpr = SHAPE.TILES
     width: tl.constexpr = SHAPE.LANES // max(SHAPE.UNITS, 1) * SHAPE.VECTOR
     tile, _ = body_tile(place, begin, None, SHAPE)
     state = TILE(None, tile, row)
-    for i in tl.static_range(1, SHAPE.TILES):
+    for i in tl.static_range(1, TILES):
         tile, _ = body_tile(place, begin + i * width, None, SHAPE)
         state = TILE(state, tile, row)
     return state
