@@ -9,7 +9,7 @@ import torch
 from tests.support.cases import linear
 from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
-from tests.support.cases.logits import EVERY, flat_outputs
+from tests.support.cases.logits import EVERY
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.ranks import case as on_ranks
 from tests.support.ranks.linear import COLUMNS as OF_RANK
@@ -126,20 +126,6 @@ def test_autocast_rounds_no_fp32_gradient(impl_device):
     for gradient, other in zip(gradients, in_backward, strict=True):
         torch.testing.assert_close(gradient, other, rtol=0, atol=float(2**-7 * other.abs().max()))
         assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
-
-
-def test_metrics_and_a_bound_of_valid_tokens(impl_device):
-    case, mask = Expecting(impl_device), mask_of(ROWS)
-    ignored = case.labels == -100
-    n_valid = int((~ignored).sum())
-    loss, predictions = flat_outputs(case.loss(mask, outputs=("predictions",), valid_tokens=n_valid))
-    assert torch.equal(predictions == -1, ignored)
-    assert torch.equal(predictions, case.loss(mask, outputs=("predictions",)).predictions)
-    gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
-    assert_right(Results((loss.detach(),), *gradients), case.inputs, FACTOR * mask, reduction="none")
-    loss = case.loss(mask, valid_tokens=n_valid - 1, check_labels=False)
-    gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
-    assert all(value.isnan().all() for value in (loss, *gradients))
 
 
 def test_no_tokens_and_a_second_backward(impl_device):

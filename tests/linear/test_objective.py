@@ -151,20 +151,6 @@ def test_an_ignored_token_among_many_counts_nowhere(impl_device):
     torch.testing.assert_close(torch.cat([d_hidden[:5], d_hidden[6:]]), d_others)
 
 
-def test_chunks_of_other_sizes_and_leading_dimensions(impl_device):
-    case = Objectives(impl_device)
-    whole, gradients = case.loss()[0], case.gradients(chunk_size=2)
-    shape = (2, ROWS // 2)
-    tokens = {name: number.view(shape) for name, number in case.tokens.items()}
-    hidden, labels = case.hidden.detach().view(*shape, WIDTH).requires_grad_(), case.labels.view(shape)
-    options = {"bias": case.bias, "impl": case.impl, "tokens": tokens, "outputs": ["entropy"]}
-    loss, found = linear_objective(hidden, case.weight, labels, ppo, chunk_size=2, **options)
-    torch.testing.assert_close(loss, whole)
-    assert found.log_probs.shape == found.entropy.shape == shape and found.loss is None and loss.shape == ()
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    torch.testing.assert_close(gradient.view(ROWS, WIDTH), gradients[0])
-
-
 def test_three_products_of_each_chunk_and_none_in_backward(impl_device):
     case = Objectives(impl_device, dtype=torch.bfloat16)
     for own, n_products in (({}, 3), ({"chunk_size": 2, "valid_tokens": 4}, 6)):
