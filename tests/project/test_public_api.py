@@ -1,6 +1,5 @@
 """The public names: signatures, documentation, the module of the loss, the command line."""
 
-import copy
 import dataclasses
 import importlib
 import inspect
@@ -11,8 +10,6 @@ import torch
 
 import vocab_parallel_ce as package
 from tests.docs.markdown import PAGES
-from tests.support.cases.linear import COLUMNS, WIDTH, projection
-from tests.support.cases.logits import EVERY
 from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main
@@ -136,29 +133,6 @@ def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, fun
 
 def test_completion_offers_public_names_alone():
     assert set(dir(package)) == {*package.__all__, "__version__", "integrations"}
-
-
-@pytest.mark.quick(2)
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("family", ["logits", "linear"])
-def test_a_module_takes_the_number_of_items_and_returns_outputs(impl_device, family):
-    impl, device = impl_device
-    inputs = projection()
-    labels, options = inputs.labels.to(device), {**EVERY, "reduction": "sum", "impl": impl, "outputs": ("predictions",)}
-    if family == "linear":
-        options["options"] = HeadOptions(impl=options.pop("impl"))
-        owner = torch.nn.ModuleList([head := torch.nn.Linear(WIDTH, COLUMNS, bias=False)])
-        head.weight.data.copy_(inputs.weight)
-        module, states = package.LinearCrossEntropy(owner.to(device)[0], **options), inputs.hidden.to(device)
-        expected = package.linear_cross_entropy(states, head.weight, labels, num_items=4, **options)
-    else:
-        module, states = package.VocabParallelCrossEntropy(**options), inputs.logits().to(device)
-        expected = package.vocab_parallel_cross_entropy(states, labels, num_items=4, **options)
-    for each in (module, copy.deepcopy(module), module.eval()):
-        for actual in (each(states, labels, 4), each(states, labels, num_items=4)):
-            assert isinstance(actual, package.Outputs) and torch.equal(actual.loss, expected.loss)
-            assert torch.equal(actual.predictions, expected.predictions)
-    assert not list(module.parameters()) and not module.state_dict()
 
 
 @pytest.mark.reference
