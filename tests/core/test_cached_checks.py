@@ -19,6 +19,29 @@ pytestmark = pytest.mark.reference
 CALL = (torch.randn(2, 12), torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"z_loss": 1}, {"z_loss": True}),
+        ({"ignore_index": 1}, {"ignore_index": 1.0}),
+        ({"check_labels": True}, {"check_labels": 1}),
+        ({"vocab_size": 12}, {"vocab_size": 12.0}),
+        ({"vocab_size": VocabShard(0, 12, 12)}, {"vocab_size": VocabShard(False, 12, 12)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("others", ({}, {"num_items": 2}), ids=("as given", "a sum in the end"))
+def test_an_equal_value_of_another_type_is_refused_before_and_after_the_right_one(right, wrong, others):
+    """``True == 1``, and both have one hash: what was checked for one must not let the other pass."""
+    (name,) = wrong
+    message = f"^{name}[.:].* expected (an int|a number|a bool|'auto', True or False), got "
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message) as raised:
+            vocab_parallel_cross_entropy(*CALL, **wrong, **others)
+        assert raised.value.__context__ is None
+        vocab_parallel_cross_entropy(*CALL, **right, **others)
+
+
 def test_a_tensor_of_another_library_is_checked_in_every_call():
     """What it is may be said by the tensor, not by its type."""
 

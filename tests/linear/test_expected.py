@@ -11,9 +11,6 @@ from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
 from tests.support.cases.logits import EVERY
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
-from tests.support.ranks import case as on_ranks
-from tests.support.ranks.linear import COLUMNS as OF_RANK
-from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce.head import expected as module
 
 ROWS, FACTOR = linear.N_LEAVES, -0.37
@@ -169,20 +166,3 @@ def test_a_captured_graph_finds_the_factor_of_each_replay():
     hidden = case.leaves[0].detach()
     batches = [(hidden * number, mask, mask * number) for number, mask in enumerate(masks, 2)]
     assert_graph_replays(step, (hidden.clone(), masks[0].clone(), masks[0].clone()), batches)
-
-
-def _with_mask(hidden, weight, labels, **options):
-    mask = mask_of(labels.numel()).to(labels.device)
-    return linear_cross_entropy(hidden, weight, labels, expected_grad_output=mask, **options)
-
-
-@in_several_ranks
-@pytest.mark.parametrize(("sequence_parallel", "main_grad"), [(False, True), (True, False)])
-def test_several_ranks_find_the_same_factor(rank_pool, impl, sequence_parallel, main_grad):
-    inputs = linear.projection("some_ignored", 8, OF_RANK, dtype=torch.bfloat16)
-    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_size": 4}
-    grad_outputs = (FACTOR * mask_of(8),)
-    case = on_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
-    results = rank_pool.run(on_ranks.run, case)
-    on_ranks.check(case._replace(function=linear_cross_entropy), results)
-    assert not any(result.in_backward for result in results)

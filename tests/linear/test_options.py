@@ -213,23 +213,3 @@ def test_compiled_code_takes_a_record(name):
     for others in values:
         found = [results(f, *others) for f in (function, compiled)]
         assert all(map(torch.equal, *found)), others
-
-
-def test_compiled_code_says_what_is_wrong_with_a_record():
-    torch.compiler.reset()
-    compiled = torch.compile(made_inside, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="chunk_size: must be positive|got 0"):
-        compiled(*tensors(), 0)
-
-
-class Loss(torch.nn.Module):
-    def forward(self, hidden, weight, labels):
-        options = HeadOptions(chunk_size=2)
-        return vp.linear_cross_entropy(hidden, weight, labels, options=options) + a_constant(hidden, weight, labels)
-
-
-@pytest.mark.parametrize("strict", (False, True))
-def test_a_record_in_code_that_is_exported(strict):
-    given = tuple(each.detach() for each in tensors())
-    exported = torch.export.export(Loss(), given, strict=strict)
-    assert torch.equal(exported.module()(*given), Loss()(*given))

@@ -1,7 +1,6 @@
 """The public names: signatures, documentation, the module of the loss, the command line."""
 
 import dataclasses
-import importlib
 import inspect
 import re
 
@@ -78,7 +77,6 @@ def test_the_modules_take_the_options_of_the_functions():
     assert _defaults(package.LinearCrossEntropy) == expected
 
 
-TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
 DERIVED = {"n_ids", "negated", "head"}  # from labels, a teacher, the function, or its options
 OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
 ABSENT = {  # fields of Settings that a function has no parameter for
@@ -98,37 +96,6 @@ def test_each_setting_is_a_parameter_with_its_default(function):
     found = {name: value for name, value in _defaults(function).items() if name in settings}
     assert settings.keys() - DERIVED - found.keys() == ABSENT[function]
     assert found == {name: settings[name] for name in found}
-
-
-SET = {"ignore_index": 3, "label_smoothing": 0.5, "z_loss": 0.25, "softcap": 9.0, "logit_scale": 0.75}
-SET |= {"temperature": 2.0, "divergence": "js", "beta": 0.125, "hard_weight": 0.0, "outputs": ("lse",)}
-SET |= {"reduction": "sum", "gradient": "in_backward", "impl": "reference", "check_labels": True, "vocab_size": 2}
-
-
-@pytest.mark.parametrize("function", ABSENT)
-def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, function):
-    """One that is forgotten, or passed on as another, would be ignored without an error."""
-    made, module, is_head = [], importlib.import_module(function.__module__), "linear" in function.__name__
-
-    def stop(*arguments, **keywords):
-        made.extend(each for each in arguments if isinstance(each, Settings))
-        raise InterruptedError
-
-    monkeypatch.setattr(module, "run_head" if is_head else "run_logits", stop)
-    given = {name: SET[name] for name in _defaults(function) if name in Settings._fields}
-    expected = dict(given)
-    if is_head:
-        of_head = {name: SET[name] for name in OVER_LOGITS}
-        options = HeadOptions(chunk_size=4, **of_head)
-        given["options"], expected = options, expected | of_head | {"head": options}
-    hidden = torch.zeros(2, 3)
-    tensors = [hidden, hidden, torch.zeros(2, dtype=torch.int64)][-len(TENSORS[function]) :]
-    if function is package.linear_distillation_loss:
-        tensors = [package.Head(hidden, hidden)] * 2
-    with pytest.raises(InterruptedError):
-        function(*tensors, **given)
-    (settings,) = made
-    assert {name: getattr(settings, name) for name in expected} == expected
 
 
 def test_completion_offers_public_names_alone():

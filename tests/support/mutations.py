@@ -90,7 +90,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "api/top_k": "tests/ranks/test_top_k.py",
     "largest": "tests/core/test_largest.py tests/ranks/test_top_k.py",
     "compile": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
-    "options": f"tests/linear/test_options.py tests/core tests/logits/test_module_options.py {OF_HEADS}",
+    "options": f"{REFUSALS} tests/linear/test_options.py tests/core tests/logits/test_module_options.py {OF_HEADS}",
     "api/call": "-m reference tests/linear/test_options.py",
     "api/": "tests/test_random_calls.py tests/logits/test_outputs.py",
     "program": PROGRAMS,
