@@ -41,7 +41,7 @@ def test_the_words_of_a_switch(monkeypatch, name):
             environment.switch(name)
 
 
-@pytest.mark.parametrize(("word", "state"), [("off", "False"), ("false", "False"), ("true", "True"), ("on", "True")])
+@pytest.mark.parametrize(("word", "state"), [("off", "False"), ("on", "True")])
 def test_each_switch_reads_a_word_alike(word, state):
     result = fresh_python("-c", STATES, **dict.fromkeys(SWITCHES, word))
     assert set(result.stdout.split()) == {state}, result.stderr
