@@ -26,9 +26,3 @@ def test_a_state_without_its_groups_is_an_error(monkeypatch):
     monkeypatch.setattr(sys.modules[fsdp.STATES], "_module_state_mapping", {nn.Module(): weakref.ref(state)})
     with pytest.raises(ValueError, match="^torch .* does not say .*: FSDPState has no _fsdp_param_groups; uninstall"):
         fsdp.fsdp_shard(nn.Parameter(torch.zeros(2)))
-
-
-def test_states_of_other_wrappers_have_no_groups(monkeypatch):
-    state = type("ReplicateState", (), {})()
-    monkeypatch.setattr(sys.modules[fsdp.STATES], "_module_state_mapping", {nn.Module(): weakref.ref(state)})
-    assert fsdp.fsdp_shard(nn.Parameter(torch.zeros(2))) is None

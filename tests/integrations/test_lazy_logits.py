@@ -247,12 +247,17 @@ def test_logits_are_made_in_the_modes_of_the_head():
     assert not without.requires_grad and not (without + 0).requires_grad
 
 
+def assign_data(tensor):
+    tensor.data = 2 * tensor.data
+
+
 @pytest.mark.parametrize("changed", ["weight", "hidden"])
-def test_logits_looked_at_after_a_step_are_refused(changed):
+@pytest.mark.parametrize("change", [assign_data, lambda tensor: tensor.add_(1.0)])
+def test_logits_looked_at_after_a_change_are_refused(changed, change):
     head, lazy, real = lazy_pair()
     seen = of(head)
     with torch.no_grad():
-        getattr(head, changed).add_(1.0)
+        change(getattr(head, changed))
     with pytest.raises(RuntimeError, match="an optimizer's step"):
         lazy.argmax(-1)
     assert not head.is_made and type(seen) is LazyLogits
