@@ -1,6 +1,6 @@
 """Every class of transformers' causal language models that can be built: the same step with the fused loss.
 
-About a third of the classes by default; ``VPCE_ALL_CLASSES=1`` runs all of them.
+About a quarter of the classes by default; ``VPCE_ALL_CLASSES=1`` runs all of them.
 """
 
 import json
@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.docs.markdown import ROOT  # noqa: E402
-from vocab_parallel_ce.integrations.transformers import heads, install, uninstall  # noqa: E402
+from vocab_parallel_ce.integrations.transformers import install, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.heads import calls  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.tiny import class_names, load_class, tiny_inputs, tiny_model  # noqa: E402
@@ -35,7 +35,7 @@ ALWAYS = """
 """
 NAMES = class_names()
 if os.environ.get("VPCE_ALL_CLASSES") != "1":
-    NAMES = [name for number, name in enumerate(NAMES) if number % 3 == 0 or name in ALWAYS.split()]
+    NAMES = [name for number, name in enumerate(NAMES) if number % 6 == 0 or name in ALWAYS.split()]
 
 
 def built(name):
@@ -74,7 +74,7 @@ def variants_of(inputs):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_is_the_same(name, monkeypatch):
+def test_a_step_is_the_same(name):
     pair = built(name)
     if pair is None:
         return
@@ -90,7 +90,6 @@ def test_a_step_is_the_same(name, monkeypatch):
         with torch.no_grad():
             assert torch.equal(model(**without).logits, of_inference)
             losses = [model(**inputs).loss for _ in range(2)]
-        lost = _with_options_lost(model, inputs, monkeypatch)
     finally:
         uninstall(model)
     rewritten = _rewritten(model, inputs)
@@ -105,8 +104,6 @@ def test_a_step_is_the_same(name, monkeypatch):
     assert ("fused" in calls[model]) == (name not in FALL_BACK), calls[model]
     if name not in FALL_BACK:
         assert set(calls[model]) <= {"fused", "logits made after the call"}, calls[model]
-    # A control: logits are so large that what is lost is seen.
-    assert lost is None or differs(lost, expected["mean"]) is not None
 
 
 def _rewritten(model, inputs):
@@ -122,18 +119,3 @@ def _rewritten(model, inputs):
         uninstall(model)
     assert calls[model]["fused"] == fused + 1
     return outcome
-
-
-def _with_options_lost(model, inputs, monkeypatch):
-    """The outcome of a step without the head's scale and softcap, or None if it has neither."""
-    fused, changed = heads.linear_cross_entropy, []
-
-    def forgetful(*tensors, logit_scale, softcap, **options):
-        if logit_scale != 1.0 or softcap is not None:
-            changed.append(True)
-        return fused(*tensors, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(heads, "linear_cross_entropy", forgetful)
-        outcome = step(model, inputs)
-    return outcome if changed else None

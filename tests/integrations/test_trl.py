@@ -116,7 +116,9 @@ def _assert_as_trl(head, outputs, **options):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("tokens", [TOKENS, 0])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(TOKENS, torch.float32), (0, torch.float32), (TOKENS, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize(
     ("outputs", "bias", "options"),
     [
@@ -130,15 +132,10 @@ def _assert_as_trl(head, outputs, **options):
     ],
     ids=["plain", "temperature", "softcap", "scale", "bias", "temperature and scale", "all"],
 )
-def test_core_is_trls(outputs, bias, options, tokens):
-    found = _assert_as_trl(_head(tokens=tokens, bias=bias), outputs, **options)
+def test_core_is_trls(outputs, bias, options, tokens, dtype):
+    found = _assert_as_trl(_head(dtype, tokens, bias), outputs, **options)
     if "is_top1" in outputs and tokens == TOKENS:
         assert 0 < int(found["is_top1"].sum()) < TOKENS
-
-
-@pytest.mark.reference
-def test_bf16_is_trls():
-    _assert_as_trl(_head(torch.bfloat16), ("log_probs", "entropy", "mean_logits"), temperature=0.7)
 
 
 @pytest.mark.reference
@@ -202,8 +199,7 @@ def _call(model, outputs, labels, **settings):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("compact", [False, True], ids=["all tokens", "compact"])
-@pytest.mark.parametrize("ignored", ["some", "all"])
+@pytest.mark.parametrize(("ignored", "compact"), [("some", False), ("some", True), ("all", True)])
 @pytest.mark.parametrize(
     ("settings", "dtype", "autocast"),
     [
