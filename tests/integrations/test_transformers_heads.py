@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
-from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import heads, install, patch, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
@@ -210,25 +209,6 @@ def test_the_model_inside_its_wrappers_is_installed(llama, wrappers):
 
 
 # The logits
-
-
-def outputs_of(model, **inputs):
-    install(model)
-    return model(**tiny_inputs(model) | inputs)
-
-
-def test_logits_are_made_when_they_are_looked_at(llama):
-    native = llama(**tiny_inputs(llama))
-    outputs = outputs_of(llama)
-    logits = outputs.logits
-    assert type(logits) is LazyLogits and isinstance(logits, torch.Tensor)
-    assert logits.shape == (2, 12, 99) and logits.dtype == torch.float32 and logits.requires_grad
-    assert logits[:, :-1].contiguous().view(-1, 99).shape == (22, 99)
-    assert audit(llama) == FUSED  # nothing yet
-    assert torch.equal(logits.argmax(-1), native.logits.argmax(-1))
-    assert torch.equal(logits, native.logits) and torch.equal(logits[:, -1], native.logits[:, -1])
-    assert logits.detach().numpy().shape == (2, 12, 99) and repr(logits) == repr(logits.make())
-    assert audit(llama) == FUSED | {"logits made after the call": 1}
 
 
 def test_logits_of_a_functional_call_are_those_of_its_weights(llama):
