@@ -88,30 +88,6 @@ def _fabric(model, name, dtype, device):
     return Engine(wrapped, _step_of(model, fabric.backward, optimizer), lambda: _whole(model))
 
 
-def _own_hooks(model, name, dtype, device):
-    """Somebody's own forward hook, which waits for a backward, as engines do."""
-    model.to(dtype)
-
-    def watch(module, args, outputs):
-        tensors = outputs.values() if isinstance(outputs, dict) else outputs
-        waiting = [each for each in tensors if torch.is_tensor(each) and each.grad_fn is not None]
-        assert len(waiting) == 2
-        torch.autograd.graph.register_multi_grad_hook(waiting, started.append, mode="any")
-        for each in waiting:
-            each.register_hook(lambda grad: None)
-            each.retain_grad()
-
-    started, handle = [], model.register_forward_hook(watch)
-    step = _step_of(model, torch.Tensor.backward)
-
-    def weights():
-        assert len(started) == STEPS
-        handle.remove()
-        return _whole(model)
-
-    return Engine(model, step, weights)
-
-
 def _step_of(model, backward, optimizer=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False) if optimizer is None else optimizer
 
@@ -124,7 +100,7 @@ def _step_of(model, backward, optimizer=None):
 
 
 ENGINES = dict.fromkeys(ZERO, _deepspeed) | dict.fromkeys(SHARDED, _fsdp1)
-ENGINES |= {"Fabric": _fabric, "own hooks": _own_hooks}
+ENGINES["Fabric"] = _fabric
 ON_RANKS = [*ZERO, *SHARDED]
 # In each family each two of mechanism, precision and return_dict meet.
 RETURN_DICT = ("ZeRO-0", "ZeRO-1", "FSDP1, FULL_SHARD", "FSDP1, SHARD_GRAD_OP", "Fabric")
