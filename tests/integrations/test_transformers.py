@@ -133,6 +133,19 @@ def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama,
     assert Gemma2ForCausalLM.forward is loss_of_something_else and llama.forward() == "something else"
 
 
+def test_a_dropped_model_with_a_forward_of_its_own_is_not_named():
+    gc.disable()
+    try:
+        model = tiny_model(LlamaForCausalLM)
+        model.forward = MethodType(loss_of_something_else, model)
+        assert "LlamaForCausalLM (one model)" in str(install().left)
+        uninstall()
+        del model  # a cycle: its forward holds it
+        assert list(install().left) == ["calls without labels"]
+    finally:
+        gc.enable()
+
+
 def test_a_forward_that_something_else_replaces_later_is_left_alone(llama):
     native = Gemma2ForCausalLM.forward
     install(llama)

@@ -124,6 +124,13 @@ def test_a_state_without_its_groups_is_an_error(monkeypatch):
         fsdp.fsdp_shard(nn.Parameter(torch.zeros(2)))
 
 
+@pytest.mark.reference
+def test_states_of_other_wrappers_have_no_groups(monkeypatch):
+    state = type("ReplicateState", (), {})()
+    monkeypatch.setattr(sys.modules[fsdp.STATES], "_module_state_mapping", {nn.Module(): weakref.ref(state)})
+    assert fsdp.fsdp_shard(nn.Parameter(torch.zeros(2))) is None
+
+
 def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
     device = device_of(rank, group)
     os.environ["LOCAL_RANK"] = str(rank)
