@@ -69,7 +69,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/nemo": "tests/integrations/test_drop_ins.py tests/integrations/test_nemo.py",
-    "integrations/rebind": "tests/integrations/test_rl.py",
+    "integrations/rebind": "tests/integrations/test_install.py",
     "integrations/trl": "tests/integrations/test_trl.py",
     "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
     "integrations/transformer_engine": "tests/integrations/test_transformer_engine.py",
