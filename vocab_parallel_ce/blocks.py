@@ -31,6 +31,17 @@ WRITE_SMALL_TILES = ((2_048, 1, 1), (1 << 62, 4, 2))
 ALL_TILES = 1 << 31
 
 
+class Shape(NamedTuple):
+    """What a kernel that walks rows must know when it is compiled."""
+
+    HAS_EDGES: bool  # rows have columns in no whole vector
+    LANES: int
+    VECTOR: int
+    ALIKE: bool  # each two rows of two tensors begin at the same position of a line
+    UNITS: int  # of the row, 32 lanes each; 0: the row is no whole units
+    TILES: int  # of a part
+
+
 class Block(NamedTuple):
     """Launch shape of a kernel that walks rows.
 

@@ -58,6 +58,12 @@ def check_tensor(name: str, tensor: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    check_no_mask(name, tensor)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its to_dense()")
+
+
 def check_no_mask(name: str, tensor: Tensor) -> None:
     if type(tensor).__name__ == "MaskedTensor":
         raise TypeError(
@@ -131,7 +137,7 @@ def expect(
     if type(tensor) is not Tensor:
         check_tensor(name, tensor)
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass its to_dense()")
+        check_dense(name, tensor)
     if dtypes is not None and not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "floating point"
         raise TypeError(f"{name}: dtype must be {names}, got {tensor.dtype}{remedy}")
@@ -289,10 +295,8 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     if not isinstance(num_items, Tensor):
         check_number("num_items", num_items)
         return
-    check_no_mask("num_items", num_items)
     check_requires_no_gradient("num_items", num_items)
-    if num_items.layout is not torch.strided:
-        raise TypeError(f"num_items: expected a dense tensor, got layout {num_items.layout}; pass its to_dense()")
+    check_dense("num_items", num_items)
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
     if num_items.dtype == torch.bool or num_items.is_complex():
@@ -304,7 +308,6 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
 
 
 def check_requires_no_gradient(name: str, tensor: Tensor) -> None:
-    """Raise if a tensor that gets no gradient requires one."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
 

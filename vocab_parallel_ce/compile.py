@@ -84,12 +84,10 @@ class Traced(NamedTuple):
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a call of a head."""
         return len(self.wanted) > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tokens."""
         if not self.is_head:
             return self.inputs[0].shape[:-1]
         return shape_of_tokens(self.inputs[0], group_position(self.group)[1], self.settings.head)
@@ -226,12 +224,12 @@ def _forward_of_head(*arguments: Any) -> list[Tensor]:
     linear, local_head, targets = call.plan_head()
     wanted = call.wanted if call.has_gradients else loops.NOTHING
     with without_autocast(local_head.hidden.device):
-        found = loops.forward(linear, local_head, targets, wanted)
+        outputs, gradients, stats, _ = loops.forward(linear, local_head, targets, wanted)
     if call.has_gradients:
-        return _present([*found.outputs, linear.overflow, *_like_inputs(found.gradients, call)])
+        return _present([*outputs, linear.overflow, *_like_inputs(gradients, call)])
     # As many rows as tokens: how many are left out is known when it runs.
     n_rows = math.prod(call.shape)
-    return _present([*found.outputs, *[F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in found.stats]])
+    return _present([*outputs, *[F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats]])
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
@@ -354,4 +352,3 @@ define(
     lambda part, group: summed_over_ranks(part, group_named(group)),
     lambda part, group: torch.empty_like(part, memory_format=torch.contiguous_format),
 )
-sum_over_ranks = torch.ops.vocab_parallel_ce.sum_over_ranks  # (part, name of the group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -140,15 +140,10 @@ def ranks_along(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
 ranks_along._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class ParallelHooks(NamedTuple):
-    """The group that shares a module, and the layouts of the module's inputs."""
-
-    group: Any
-    input_layouts: tuple[Any, ...]
-
-
-def parallel_hooks(module: torch.nn.Module) -> ParallelHooks | None:
-    """Read the hooks that ColwiseParallel or RowwiseParallel put on ``module``. None if it has any others."""
+def parallel_hooks(module: torch.nn.Module) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the group that shares a module, and the layouts of its inputs, as ColwiseParallel or RowwiseParallel have
+    hooked it. None if it has any other hooks.
+    """
     if len(module._forward_pre_hooks) != 1 or len(module._forward_hooks) != 1:
         return None
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
@@ -162,7 +157,7 @@ def parallel_hooks(module: torch.nn.Module) -> ParallelHooks | None:
     functions = [getattr(partial, "func", None) for partial in partials]
     for style in (ColwiseParallel, RowwiseParallel):
         if functions == [style._prepare_input_fn, style._prepare_output_fn]:
-            return ParallelHooks(before["device_mesh"].get_group(), partials[0].args[0])
+            return before["device_mesh"].get_group(), partials[0].args[0]
     return None
 
 

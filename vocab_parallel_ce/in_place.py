@@ -24,21 +24,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class _Record(NamedTuple):
-    """Gradients in the memory of logits."""
-
-    version: int  # of the logits after the last write
-    age: int  # above the sequence numbers of all autograd nodes that are older than the loss
-    spans: tuple[range, ...]  # the bytes from the first to the last of each gradient
-
-
-OVERWRITTEN = "_vocab_parallel_ce_overwritten"  # of a storage: its _Record
+# Of a storage, the record of the gradients in it: the logits' version after the last write, an age above the sequence
+# numbers of all autograd nodes that are older than the loss, and the bytes from the first to the last of each gradient.
+OVERWRITTEN = "_vocab_parallel_ce_overwritten"
 _OLDEST = 2**63  # for a leaf: its loss may have run in another thread, which counts its own sequence numbers
 # Of this thread: the number of the next autograd node. A private function: without it no node is new.
 current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: _OLDEST)
@@ -51,11 +44,11 @@ def mark_overwritten(logits: Tensor, version_before: int, age: int) -> None:
     :func:`current_age` of the loss's forward.
     """
     storage = logits.untyped_storage()
-    earlier = getattr(storage, OVERWRITTEN, None)
-    spans = earlier.spans if earlier is not None and earlier.version == version_before else ()
+    version, _, spans = getattr(storage, OVERWRITTEN, (None, None, ()))
+    spans = spans if version == version_before else ()
     base = logits._base
     age = _OLDEST if (logits if base is None else base).is_leaf else age
-    setattr(storage, OVERWRITTEN, _Record(logits._version, age, (*spans, _span(logits))))
+    setattr(storage, OVERWRITTEN, (logits._version, age, (*spans, _span(logits))))
 
 
 def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
@@ -63,18 +56,21 @@ def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
 
     Skips the check while a CUDA graph is captured, and on other streams, where it is warmed up.
     """
-    record: _Record | None = getattr(logits.untyped_storage(), OVERWRITTEN, None)
-    if record is None or logits.is_inference() or logits._version > record.version:
+    record = getattr(logits.untyped_storage(), OVERWRITTEN, None)
+    if record is None or logits.is_inference():
+        return
+    version, oldest, spans = record
+    if logits._version > version:
         return
     node = (logits if logits._base is None else logits._base).grad_fn
-    if node is not None and node._sequence_nr() >= record.age:
+    if node is not None and node._sequence_nr() >= oldest:
         return
     if logits.is_cuda:
         other_stream = torch.cuda.current_stream(logits.device) != torch.cuda.default_stream(logits.device)
         if other_stream or torch.cuda.is_current_stream_capturing():
             return
     span = _span(logits)
-    if any(span.start < written.stop and written.start < span.stop for written in record.spans):
+    if any(span.start < written.stop and written.start < span.stop for written in spans):
         raise ValueError(
             f"{name}: expected logits, got memory in which an earlier call has left its gradient; ask for "
             "gradient='out_of_place' (overwrite_input=False) in the earlier call, or compute them again. If "

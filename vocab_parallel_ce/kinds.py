@@ -91,6 +91,5 @@ class Kinds:
         return kind
 
     def forget(self) -> None:
-        """Forget all kinds."""
         self.by_key.clear()
         self.last.clear()

@@ -87,7 +87,6 @@ Takes = Mapping[str, tuple[Any, ...]]  # values of fields of HeadOptions
 
 
 def checks_of(record: type) -> dict[str, Callable[[str, Any], None]]:
-    """Return the checks of a record's fields."""
     hints = get_type_hints(record, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 

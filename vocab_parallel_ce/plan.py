@@ -91,12 +91,7 @@ _kinds = Kinds()
 
 
 def plan_call(
-    loss: Loss,
-    logits: Tensor,
-    targets: Any,
-    settings: Settings,
-    group: Any,
-    num_items: float | Tensor | None = None,
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, group: Any, num_items: float | Tensor | None = None
 ) -> tuple[Call, Any]:
     """Check the arguments of a loss over logits, and return its call and the targets as launchers take them.
 
@@ -174,7 +169,6 @@ def checked_divisor(num_items: float | Tensor, reduction: str, tokens: Tensor) -
 
 
 def has_weights(targets: Any) -> bool:
-    """Whether there is a class weight among the targets."""
     return getattr(targets, "class_weight", None) is not None
 
 
@@ -191,24 +185,22 @@ def plan_of(
     """Return the plan of a loss over checked ``logits``, which ``"auto"`` may overwrite or not."""
     mode = gradient_mode(settings.gradient, logits, may_overwrite)
     extras = () if mode != "in_forward" or begins_at_a_boundary(logits) else ("memory off a boundary of 16 bytes",)
-    device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
-    columns = logits.dtype, logits.shape[-1], device
-    key = (*columns, rank, n_ranks, mode, has_weights(targets), extras)  # a PlanKey's: to make one takes longer
-    return cached_plan(loss, settings, key)
+    columns = logits.dtype, logits.shape[-1], checks.device_of_values(logits)
+    return cached_plan(loss, settings, PlanKey(*columns, rank, n_ranks, mode, has_weights(targets), extras))
 
 
-def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
-    """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
+def cached_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
+    """Return the plan of a loss, its settings and a key, checked and made once."""
     try:
         return _cached_plan(known(settings), loss, settings, key)
     except TypeError:  # refused, or cannot be hashed: make_plan says so by name
         pass
-    return make_plan(loss, settings, PlanKey(*key))
+    return make_plan(loss, settings, key)
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_plan(known: object, loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
-    return make_plan(loss, settings, PlanKey(*key))
+def _cached_plan(known: object, loss: Loss, settings: Settings, key: PlanKey) -> Plan:
+    return make_plan(loss, settings, key)
 
 
 def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
@@ -224,7 +216,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     launchers = loss.launchers(options, shard, kernels)
     if kernels is not None:
         launchers = bind(launchers, loss, options, shard, key, settings)
-    outputs, mean_over = loss.outputs(options), ""
+    outputs, mean_over, dtype = loss.outputs(options), "", compute_dtype(key.dtype)
     if settings.reduction == "mean":
         mean_over = "weights" if key.class_weight else "rows"
     return Plan(
@@ -237,19 +229,14 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         row_shape=loss.row_shape(options),
         reduction=settings.reduction,
         gradient=key.gradient,
-        dtype=compute_dtype(key.dtype),
-        other_outputs={name: output_dtype(name, key.dtype) for name in outputs},
+        dtype=dtype,
+        other_outputs={name: torch.int64 if name == "predictions" else dtype for name in outputs},
         constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
         mean_over=mean_over,
         stored_rows=launchers.stored_rows if key.n_ranks == 1 and settings.reduction == "none" else 0,
         launch=None if kernels is None else kernels.launch,
         n_outputs=1 + TokenOutputs._fields.index(next(reversed(outputs), "loss")),
     )
-
-
-def output_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of an output for logits of ``dtype``."""
-    return torch.int64 if name == "predictions" else compute_dtype(dtype)
 
 
 def kernels_of(implementation: str) -> ModuleType | None:
@@ -298,11 +285,7 @@ def check_no_hooks(gradient: str, logits: Tensor) -> None:
 
 def saved_as_it_is() -> AbstractContextManager[Any]:
     """Hide what is saved from the hooks of a checkpoint, which would run its forward again, and from offloading."""
-    return nullcontext() if has_no_hooks() else saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    return nullcontext() if has_no_hooks() else saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def is_view_in_graph(tensor: Tensor) -> bool:

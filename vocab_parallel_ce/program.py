@@ -14,7 +14,6 @@ those that it gets. One that returns or launches over other tensors, or changes 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -44,45 +43,52 @@ class Step(NamedTuple):
     has_sequence: bool = False  # addresses and others are one argument
     kernel: Any = None  # from Triton 3.8 on, one that nobody holds is unloaded from the GPU
 
+    def run(self, grid: int, device: int, addresses: list[int | None], others: tuple[Any, ...]) -> None:
+        """Launch with another grid and ``others``, on the current stream of ``device``."""
+        assert self.current_stream is not None
+        start = grid, 1, 1, self.current_stream(device), *self.start
+        arguments = *addresses, *others
+        self.function(*start, arguments) if self.has_sequence else self.function(*start, *arguments)
 
-@dataclasses.dataclass
-class Record:
-    """What a function did while it was recorded."""
 
-    steps: list[tuple[Step | None, Tensors]] = dataclasses.field(default_factory=list)  # None: it cannot be repeated
-    made: list[Tensor] = dataclasses.field(default_factory=list)
+Steps = list[tuple[Step | None, Tensors]]  # None: what cannot be repeated
 
 
 class _Recording(threading.local):
-    record: Record | None = None  # of this thread
+    """What this thread has made and launched while it is recorded."""
+
+    steps: Steps | None = None  # None: it is not
+    made: list[Tensor]
 
 
 recording = _Recording()
 
 
 @contextmanager
-def recorded() -> Iterator[Record]:
-    """Record what this thread makes and launches."""
-    recording.record = Record()
+def recorded() -> Iterator[tuple[Steps, list[Tensor]]]:
+    """Record what this thread launches and makes."""
+    steps: Steps = []
+    made: list[Tensor] = []
+    recording.steps, recording.made = steps, made
     try:
-        yield recording.record
+        yield steps, made
     finally:
-        recording.record = None
+        recording.steps = None
 
 
 def make(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate a tensor on the device of ``like``, for launches to fill."""
     made = like.new_empty(shape, dtype=dtype)
-    if recording.record is not None:
-        recording.record.made.append(made)
+    if recording.steps is not None:
+        recording.made.append(made)
     return made
 
 
 def step(function: Callable[..., object], *tensors: Tensor | None) -> None:
     """Call ``function``, which writes to some of ``tensors``, with operators of PyTorch."""
     function(*tensors)
-    if recording.record is not None:
-        recording.record.steps.append((Step(function), tensors))
+    if recording.steps is not None:
+        recording.steps.append((Step(function), tensors))
 
 
 def _comes_again(*tensors: Any) -> None:
@@ -93,22 +99,24 @@ def _has_none(*tensors: Any) -> None:
     """Stands for the program of a kind whose function does more than launch."""
 
 
-def program_of(record: Record, tensors: Tensors, results: Tensors, launch: Any) -> Program | None:
+def program_of(
+    recorded: Steps, made: Sequence[Tensor], tensors: Tensors, results: Tensors, launch: Any
+) -> Program | None:
     """Return the program of a function that got ``tensors`` and returned ``results``, which it made or got.
 
     It takes such tensors, and returns such results, or None: then the function has its own way. None in its place if
     the steps are not all that it did.
     """
-    own = [*tensors, None, *record.made]
+    own = [*tensors, None, *made]
     # By address: a view of a tensor begins where that does.
     indices = {None if t is None else t.data_ptr(): index for index, t in enumerate(own)}
-    written, used = {id(t) for _, of_step in record.steps for t in of_step}, {len(tensors)}
+    written, used = {id(t) for _, of_step in recorded for t in of_step}, {len(tensors)}
     if len(indices) < len(own) - sum([t is None for t in tensors]):
         return None  # two begin at one address: which of them a step takes is not known
-    if any([id(t) not in written and not t.is_inference() and t._version for t in record.made]):
+    if any([id(t) not in written and not t.is_inference() and t._version for t in made]):
         return None  # an operator that is no step has written to it
     steps = []
-    for step, of_step in record.steps:
+    for step, of_step in recorded:
         taken = [indices.get(None if t is None else t.data_ptr()) for t in of_step]
         if step is None or None in taken:
             return None
@@ -117,7 +125,7 @@ def program_of(record: Record, tensors: Tensors, results: Tensors, launch: Any) 
     returned = [next((i for i, each in enumerate(own) if each is result), -1) for result in results]
     if not steps or not all([index in used or 0 <= index < len(tensors) for index in returned]):
         return None
-    return _written(tensors, record.made, steps, returned, launch)  # type: ignore[arg-type]
+    return _written(tensors, made, steps, returned, launch)  # type: ignore[arg-type]
 
 
 # As launch.can_launch asks it, without a frame.
@@ -139,7 +147,7 @@ def _written(
     Indices are of the tensors, None, and what is made. Of two tensors, and one that is made, it reads::
 
         def run(t0, t1):
-            if recording.record is not None or device != launch.current_device(): return None
+            if recording.steps is not None or device != launch.current_device(): return None
             enter, leave = launch.knobs.runtime.launch_enter_hook, launch.knobs.runtime.launch_exit_hook
             if getattr(enter, "calls", enter) or getattr(leave, "calls", leave): return None
             a0 = t0.data_ptr()
@@ -158,7 +166,7 @@ def _written(
     given = [i for i, t in enumerate(tensors) if t is not None and i in launched]
     lines = [f"def run({', '.join([f't{i}' for i in range(nothing)])}):"]
     is_current = "" if device < 0 else " or device != launch.current_device()"
-    lines += [f"if recording.record is not None{is_current}: return None", *_UNLESS_WATCHED]
+    lines += [f"if recording.steps is not None{is_current}: return None", *_UNLESS_WATCHED]
     lines += [f"a{i} = t{i}.data_ptr()" for i in given]
     lines += [f"if ({' | '.join([f'a{i}' for i in given] or '0')}) % {VECTOR_BYTES}: return None"]
     for i, t in enumerate(made, nothing + 1):
@@ -240,7 +248,7 @@ class Programs:
         self, key: Any, kind: Kind | None, function: Callable[..., Tensors], tensors: Tensors, others: tuple[Any, ...]
     ) -> Tensors:
         """Call the function. The second time that is recorded."""
-        if recording.record is not None or (kind is None and key is None):
+        if recording.steps is not None or (kind is None and key is None):
             return function(*others, *tensors)  # a larger function has the program, or there is a subclass
         kind = kind or self.named.setdefault(key, Kind())
         is_second, kind.made = kind.made is _comes_again, kind.made or _comes_again
@@ -248,7 +256,7 @@ class Programs:
         if not is_second or not is_aligned or not self.launch.can_launch(tensors[0].get_device()):
             return function(*others, *tensors)
         tensors = _apart(tensors)
-        with recorded() as record:
+        with recorded() as (steps, made):
             results = function(*others, *tensors)
-        kind.made = program_of(record, tensors, results, self.launch) or _has_none
+        kind.made = program_of(steps, made, tensors, results, self.launch) or _has_none
         return results

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import units_of
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.losses.base import Launchers, Loss, Stats
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import at_columns
@@ -38,13 +38,7 @@ class _Reference:
         self.loss, self.options, self.shard = loss, options, shard
         self.names = loss.exchanges(options)[0]
 
-    def statistics(
-        self,
-        logits: Tensor,
-        targets: Any,
-        stats: tuple[Tensor, ...],
-        rank: int,
-    ) -> None:
+    def statistics(self, logits: Tensor, targets: Any, stats: Stats, rank: int) -> None:
         x, n_units = self._columns(logits), units_of(self.shard, rank, stats[0].shape[0], logits.element_size())
         if n_units > 1:
             tiles = [self.loss.tile(*unit, self.options) for unit in _units(x, targets, self.shard, n_units)]
@@ -56,7 +50,7 @@ class _Reference:
         if len(stats) > 1 and stats[0].shape[0] == 1:
             self.second(logits, targets, stats, rank)
 
-    def second(self, logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
+    def second(self, logits: Tensor, targets: Any, stats: Stats, rank: int) -> None:
         merged, x = self._merged(stats), self._columns(logits)
         units = [(x, targets, self.shard)]
         n_units = units_of(self.shard, rank, stats[0].shape[0], logits.element_size())
@@ -66,12 +60,7 @@ class _Reference:
         stats[1][rank] = in_tree(torch.add, sums)
 
     def outputs(
-        self,
-        stats: tuple[Tensor, ...],
-        targets: Any,
-        divisor: Tensor | None,
-        outputs: TokenOutputs,
-        total: Tensor | None = None,
+        self, stats: Stats, targets: Any, divisor: Tensor | None, outputs: TokenOutputs, total: Tensor | None = None
     ) -> None:
         arguments = self._merged(stats), _second(stats), targets, self.shard, self.options
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
@@ -85,7 +74,7 @@ class _Reference:
         self,
         logits: Tensor,
         targets: Any,
-        stats: tuple[Tensor, ...],
+        stats: Stats,
         divisor: Tensor | None,
         grads: GradOutputs,
         grad_logits: Tensor,
@@ -109,7 +98,7 @@ class _Reference:
         """Return ``[N, n]`` of these ``logits [..., C]``."""
         return _rows(logits)[:, : self.shard.n_valid]
 
-    def _merged(self, stats: tuple[Tensor, ...]) -> Any:
+    def _merged(self, stats: Stats) -> Any:
         """Merge ``stats[0] [R, N, K]`` over the ranks, in the same order on every rank."""
         record, nothing = self.loss.Stats, torch.zeros_like(stats[0][0, :, 0])
 
@@ -161,7 +150,7 @@ def _rows(logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _second(stats: tuple[Tensor, ...]) -> Tensor | None:
+def _second(stats: Stats) -> Tensor | None:
     """Sum ``stats[1] [R, N, K]``, if there is one, over the ranks in the order in which they are merged."""
     return in_tree(torch.add, list(stats[1])) if len(stats) > 1 else None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,30 +24,25 @@ from vocab_parallel_ce import checks, in_place
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import counts_of, current_age, keeps_graph, mark_overwritten
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
-Stats = tuple[Any, ...]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
 N_OUTPUTS, N_GRADS = len(TokenOutputs._fields), len(GradOutputs._fields)  # those after N_GRADS have no gradient
 
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
 
 
-class Refusals(NamedTuple):
-    """Errors of a kind of loss."""
-
-    second: str  # a second backward, after one that handed its memory on
-    overwritten: str | None = None  # what is saved was overwritten; None: PyTorch's own error
-
-
-REFUSALS = Refusals(
+HANDED_ON = (
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
     "it on; to run backward again, pass retain_graph=True to the first, with gradient='auto' or 'out_of_place' "
-    "(TransformerEngine's overwrite_input=False)",
+    "(TransformerEngine's overwrite_input=False)"
+)
+CHANGED = (
     "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
-    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there",
+    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there"
 )
 
 
@@ -267,19 +262,21 @@ def run_backward(
     gradient: Callable[[Any, tuple[Any, ...], GradOutputs], Found],
     ctx: Any,
     grads: tuple[Any, ...],
-    refusals: Refusals,
+    handed_on: str,
+    overwritten: str | None = None,
 ) -> Found | None:
     """Return ``gradient(ctx, saved tensors, grads)``; None if no output was used: then nothing is read.
 
     It runs eagerly, under compiled autograd too, since it may overwrite.
 
     Raises:
-        RuntimeError: in a recorded backward or a transform, even if no output was used, and as ``refusals`` says.
+        RuntimeError: in a recorded backward or a transform, even if no output was used; ``handed_on`` in a second one,
+            after one that handed its memory on; ``overwritten``, or PyTorch's own error, if what is saved was.
     """
     if is_dynamo_compiling():
-        return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals)
+        return torch.compiler.disable(run_backward)(gradient, ctx, grads, handed_on, overwritten)
     if torch.is_grad_enabled():
-        raise checks.recorded_backward(refusals.second.partition(":")[0])
+        raise checks.recorded_backward(handed_on.partition(":")[0])
     # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
     used = [grad for grad in grads if grad is not None]
     if checks.in_transform() or any(map(_is_batch, used)):
@@ -291,12 +288,12 @@ def run_backward(
     if not used:
         return None
     if ctx.handed_on:
-        raise RuntimeError(refusals.second)
+        raise RuntimeError(handed_on)
     try:
         saved = ctx.saved_tensors  # once: a checkpoint gives them once
     except RuntimeError as error:
-        if refusals.overwritten is not None and "inplace operation" in str(error):
-            raise RuntimeError(f"{refusals.overwritten} ({error})") from error
+        if overwritten is not None and "inplace operation" in str(error):
+            raise RuntimeError(f"{overwritten} ({error})") from error
         raise
     return gradient(ctx, saved, GradOutputs(*grads[:N_GRADS]))
 
@@ -343,7 +340,7 @@ class OverLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return run_backward(_logits_gradient, ctx, grads, REFUSALS), None, None
+        return run_backward(_logits_gradient, ctx, grads, HANDED_ON, CHANGED), None, None
 
 
 # Function.apply without what it does for functorch's transforms, which plan_call refuses. A tensor that one left behind

@@ -156,7 +156,6 @@ def check_memory(targets: Any, tokens: Tokens, settings: Settings) -> None:
 
 
 def check_can_be_saved(name: str, tensor: Tensor) -> None:
-    """Check that autograd can save a tensor for backward."""
     if tensor.is_inference():
         raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
 

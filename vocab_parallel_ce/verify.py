@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +27,9 @@ ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeErro
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
 
 
-class Call(NamedTuple):
-    """A call of several ranks that is not compared yet."""
-
-    group: Any
-    device: torch.device | None
-    facts: dict[str, Any]  # which a function adds to this rank's report, or has in place of those of the same names
-
-
+# A call of several ranks that is not compared yet: its group, its device, and the facts that a function adds to this
+# rank's report, or has in place of those of the same names.
+Call = tuple[Any, torch.device | None, dict[str, Any]]
 # Every call reads these two. All threads share the first: a checkpoint calls a loss again in a thread of backward.
 is_on = environment.switch(environment.VERIFY)
 pending: ContextVar[Call | None] = ContextVar("pending", default=None)  # of this thread
@@ -76,15 +71,15 @@ def members(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``function(*args, **kwargs)``, a public function or a forward, which compares its arguments.
+    """Return ``function(*args, **kwargs)``, a public function or a forward, which compares its arguments if that is on.
 
     An error that it raises before it does reaches all ranks.
     """
-    if pending.get() is not None:
+    if not is_on or pending.get() is not None:
         return function(*args, **kwargs)  # a module calls a function: one call
     group, device = _group_and_device(function, args, kwargs)
     if group_position(group)[1] > 1:
-        pending.set(Call(group, device, {}))
+        pending.set((group, device, {}))
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -152,7 +147,7 @@ def also(facts: dict[str, Any]) -> None:
     """Add facts to the report of the pending call."""
     call = pending.get()
     if call is not None:
-        call.facts.update(facts)
+        call[2].update(facts)
 
 
 def compare_logits(name: str, logits: Tensor, shard: VocabShard, vocab_size: Any, **arguments: Any) -> None:
@@ -164,7 +159,7 @@ def compare_logits(name: str, logits: Tensor, shard: VocabShard, vocab_size: Any
 
 def compare_results(name: str, result: Tensor, errors: Sequence[Exception], group: Any) -> None:
     """Raise the same error on every rank if one has ``errors``, or if ``result`` does not have the same bits on all."""
-    pending.set(Call(group, result.device, {}))
+    pending.set((group, result.device, {}))
     compare({"equal": {name: result.detach()}}, errors[0] if errors else None)
 
 
@@ -178,18 +173,19 @@ def compare(report: dict[str, dict[str, Any]], error: Exception | None = None) -
     call = None if torch.compiler.is_dynamo_compiling() else pending.get()
     if call is None:
         return
-    report = {**report, "equal": report.get("equal", {}) | call.facts}
+    group, device, added = call
+    report = {**report, "equal": report.get("equal", {}) | added}
     texts = {kind: {name: _shown(each) for name, each in said.items()} for kind, said in report.items()}
     sent = None if error is None else (type(error).__name__, str(error))
     pending.set(None)  # not before: what fails above is this rank's error
-    of_ranks = all_gather_objects((texts, sent), call.group, call.device)
+    of_ranks = all_gather_objects((texts, sent), group, device)
     _raise_first([each for _, each in of_ranks], error)
     for kind, check in COMPARISONS.items():
         said = [each.get(kind, {}) for each, _ in of_ranks]
         for name in dict.fromkeys(name for each in said for name in each):
             values = [each.get(name) for each in said]  # None of a rank that has none
             if kind == "ids" and len(set(values)) > 1:
-                ids = torch.stack(all_gather_objects(report[kind][name].cpu(), call.group, call.device))
+                ids = torch.stack(all_gather_objects(report[kind][name].cpu(), group, device))
                 position = (ids != ids[0]).any(0).nonzero()[0].tolist()  # the first where ranks differ
                 name, values = f"{name}{position}", ids.movedim(0, -1)[tuple(position)].tolist()
             check(name, values)

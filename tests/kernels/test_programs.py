@@ -1,6 +1,5 @@
 """Programs: a call that launches again what an earlier call launched has the bits of a call that works it out."""
 
-import functools
 import gc
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
@@ -22,9 +21,9 @@ from vocab_parallel_ce import Head, distillation_loss, token_log_probs, vocab_pa
 pytest.importorskip("triton")
 from vocab_parallel_ce import program
 from vocab_parallel_ce.kernels import launch as launching
-from vocab_parallel_ce.kernels.launch import Launch, Variant
+from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kinds import Kind
-from vocab_parallel_ce.program import Programs, Record, Step, program_of, recorded, recording
+from vocab_parallel_ce.program import Programs, Step, program_of, recorded, recording
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS, COLUMNS = 3, 2048
@@ -284,13 +283,13 @@ def test_a_call_of_other_memory_takes_the_launchers_own_way():
 @pytest.mark.parametrize("has_sequence", (False, True))
 def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
     passed, tensor = [], torch.zeros(4)
-    variant = Variant(lambda *args: passed.append(args), ("start",), has_sequence, lambda device: device, None)
+    in_c = Step(lambda *args: passed.append(args), 0, lambda device: device, ("start",), (), has_sequence)
     launch = Launch(None, (1.5,), {"A": 2}, num_warps=4)
-    launch.variants[-1, torch.float32, None] = variant
-    with recorded() as record:
+    launch.variants[-1, torch.float32, None] = in_c
+    with recorded() as (steps, made):
         launch(3, (tensor, None), (7,))
-    made = program_of(record, (tensor, None), (tensor, None), launching)
-    assert made(tensor, None) == (tensor, None)
+    program = program_of(steps, made, (tensor, None), (tensor, None), launching)
+    assert program(tensor, None) == (tensor, None)
     own, repeated = passed
     assert own[:5] == repeated[:5] == (3, 1, 1, -1, "start")
     of_kernel = [tensor.data_ptr(), None, 1.5, 7, 2]
@@ -298,7 +297,7 @@ def test_a_bound_launch_passes_what_a_launch_passes(has_sequence):
 
 
 def a_record(*tensors, made=()):
-    return Record([(Step(lambda *arguments: None, 1, abs), tensors)], list(made))
+    return [(Step(lambda *arguments: None, 1, abs), tensors)], list(made)
 
 
 class OnGpu(torch.Tensor):
@@ -308,7 +307,9 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.reference
 def test_what_is_no_program():
-    made_of = functools.partial(program_of, launch=launching)
+    def made_of(record, tensors, results):
+        return program_of(*record, tensors, results, launching)
+
     a, b, c = torch.zeros(12), torch.zeros(12), torch.zeros(12)
     view = a.view(3, 4)
     assert made_of(a_record(a, None, b), (a, b, None), (b, None)) is not None
@@ -319,9 +320,9 @@ def test_what_is_no_program():
     assert made_of(a_record(a, b), (a, b), (a[1:],)) is None  # a view of what it gets
     assert made_of(a_record(a, b, made=(c,)), (a, b), (c,)) is None  # no step filled c
     assert made_of(a_record(a, c, made=(c,)), (a, b), (c, b)) is not None
-    assert made_of(Record(), (a, b), (b,)) is None  # nothing is launched
+    assert made_of(([], []), (a, b), (b,)) is None  # nothing is launched
     record = a_record(a, b)
-    record.steps.append((None, (b,)))
+    record[0].append((None, (b,)))
     assert made_of(record, (a, b), (b,)) is None  # it cannot be launched in C
     changed = torch.zeros(12).add_(1)
     assert made_of(a_record(a, b, made=(changed,)), (a, b), (b,)) is None  # by an operator that is no step
@@ -339,7 +340,7 @@ def test_what_a_program_leaves_to_its_function(monkeypatch):
         return b, None
 
     own.named["key"] = kind = Kind()
-    kind.made = program_of(a_record(a, b), (a, b), (b, None), launching)
+    kind.made = program_of(*a_record(a, b), (a, b), (b, None), launching)
     assert own.run("key", function, (a, b)) == (b, None) and calls == []
     assert own.run("key", function, (a, b[1:]))[0].shape == (7,) and len(calls) == 1
     with monkeypatch.context() as patched:
@@ -355,7 +356,7 @@ def test_what_is_not_recorded(monkeypatch):
     own, found, a = Programs(launching), [], torch.zeros(8)
 
     def function(a):
-        found.append(recording.record is not None)
+        found.append(recording.steps is not None)
         return (a,)
 
     own.run("key", function, (a,))

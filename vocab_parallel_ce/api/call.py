@@ -125,16 +125,19 @@ def signature_of(function: Callable[..., Any], settings: type | None) -> inspect
     return signature.replace(parameters=[*others, *named])
 
 
+# It imports the compiler: not before the first call that needs it.
+untraced = functools.cache(lambda: torch.compiler.disable(verify.verified))
+
+
 def public(
-    eager_if: Callable[[dict[str, Any]], bool] | None = None, settings: Any = None, *, verifies: bool = True
+    eager_if: Callable[[dict[str, Any]], bool] | None = None, settings: Any = None
 ) -> Callable[[Function], Function]:
     """Decorate a public function: verified if verification is on, and eager if that is what its keywords ask for.
 
     ``settings`` is the TypedDict of its ``**keywords``.
 
     ``torch.compile`` traces the function up to an operator of ``compile``. Where ``eager_if`` says so, under
-    verification, and for DTensors that this PyTorch cannot trace, its graph breaks instead. ``verifies=False`` is for
-    functions that call another public one.
+    verification, and for DTensors that this PyTorch cannot trace, its graph breaks instead.
     """
 
     def decorate(function: Function) -> Function:
@@ -147,12 +150,6 @@ def public(
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise unexpected(function, kwargs, known)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            called = function if not swallows or known.issuperset(kwargs) else refuse
-            return verify.verified(called, args, kwargs) if verify.is_on and verifies else called(*args, **kwargs)
-
-        # It imports the compiler: not before the first call that needs it.
-        untraced_run = functools.cache(functools.partial(torch.compiler.disable, run))
         why = (
             f"vocab_parallel_ce: {function.__qualname__} has no operator for this call (docs/compile.md says which "
             "calls have one), so the graph must break here; compile without fullgraph=True"
@@ -164,6 +161,7 @@ def public(
                 kwargs["group"] = process_group_of(kwargs["group"])
             if takes_class_weight and "weight" in kwargs:
                 raise TypeError(checks.NOT_WEIGHT)
+            called = function if not swallows or known.issuperset(kwargs) else refuse
             compiles = is_dynamo_compiling()
             if not compiles and is_exporting() and eager_if and eager_if(kwargs):
                 raise RuntimeError(f"{why}, not torch.export")
@@ -175,9 +173,8 @@ def public(
                 if compiles:
                     torch._dynamo.graph_break(msg=why)  # with fullgraph=True the compiler raises this
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
-                return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
-            is_usual = (not swallows or known.issuperset(kwargs)) and not (verify.is_on and verifies)
-            return function(*args, **kwargs) if is_usual else run(*args, **kwargs)
+                return (torch.compiler.disable(verify.verified) if compiles else untraced())(called, args, kwargs)
+            return verify.verified(called, args, kwargs) if verify.is_on else called(*args, **kwargs)
 
         if swallows:
             call.__signature__ = signature  # type: ignore[attr-defined]
@@ -213,13 +210,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
 
 
 def run_logits(
-    loss: Loss,
-    logits: Tensor,
-    targets: Any,
-    settings: Settings,
-    *,
-    group: Any,
-    num_items: float | Tensor | None = None,
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, *, group: Any, num_items: float | Tensor | None = None
 ) -> TokenOutputs:
     """Compute the outputs, under autograd if ``logits`` need a gradient.
 

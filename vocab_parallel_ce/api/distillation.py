@@ -12,13 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import (
-    needs_eager,
-    overwrites,
-    public,
-    run_head,
-    run_logits,
-)
+from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits
 from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, loss_of_head, loss_of_logits
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead

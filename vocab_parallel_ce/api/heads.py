@@ -7,14 +7,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vocab_parallel_ce.api.call import (
-    TensorOrOutputs,
-    needs_eager,
-    public,
-    record_of,
-    run_head,
-    split_temperature,
-)
+from vocab_parallel_ce.api.call import TensorOrOutputs, needs_eager, public, record_of, run_head, split_temperature
 from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.losses.labels import LABELS, Labels

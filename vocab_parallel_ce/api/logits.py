@@ -9,14 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import (
-    TensorOrOutputs,
-    overwrites,
-    public,
-    record_of,
-    run_logits,
-    split_temperature,
-)
+from vocab_parallel_ce.api.call import TensorOrOutputs, overwrites, public, record_of, run_logits, split_temperature
 from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import LogProbSettings, LossSettings, divided_by, settings_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +14,13 @@ from vocab_parallel_ce.api.top_k import checked_shard
 from vocab_parallel_ce.collectives import summed_over_ranks
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF
 from vocab_parallel_ce.summed import check_summed, copied
-from vocab_parallel_ce.targets import Role, Tokens, check, register
+from vocab_parallel_ce.targets import Role, Tokens, check_target
 
 NO_ID = -1  # where a token has fewer
-
-
-class At(NamedTuple):
-    """The ids, for checks."""
-
-    ids: Annotated[Tensor, Role("ids", ("rows", "k"))]
-
-
-register(At)
 
 
 @public(lambda keywords: True)
@@ -61,13 +53,14 @@ def logits_at(logits: Tensor, ids: Tensor, *, group: Any = None, vocab_size: int
     """
     shard, _, n_ranks = checked_shard(logits, vocab_size, group)
     checks.check_no_transforms(ids)
-    check(At(ids), Tokens(logits, "logits", logits.shape[:-1]))
+    check_target("ids", ids, Role("ids", ("rows", "k")), Tokens(logits, "logits", logits.shape[:-1]))
     check_not_overwritten(logits)
     if checks.looks_at(ids, "auto"):
         checks.check_label_range(ids, shard.vocab_size, NO_ID, name="ids", names_ignored=False)
     if verify.pending.get() is not None:
         check_summed(logits)
-        verify.compare_call({"logits": logits}, At(ids), shard, {"vocab_size": vocab_size})
+        with checks.naming(labels="ids"):
+            verify.compare_call({"logits": logits}, Ids(ids), shard, {"vocab_size": vocab_size})
     tensor = logits if logits.shape[-1] else F.pad(logits, (0, 1))
     values: Tensor = _LogitsAt.apply(tensor, ids.long(), shard, group if n_ranks > 1 else None)
     return values

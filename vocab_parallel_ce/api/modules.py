@@ -206,7 +206,7 @@ class LinearCrossEntropy(_LossModule, function=linear_cross_entropy):
     def _group(self) -> Any:
         """Return the ranks that share the vocabulary: ``group``, or those that tensor parallelism cut it over."""
         parallel = parallel_hooks(self.head) if self.group is None else None
-        return process_group_of(self.group) if parallel is None else parallel.group
+        return process_group_of(self.group) if parallel is None else parallel[0]
 
     @public()
     def forward(self, hidden: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> TensorOrOutputs:
@@ -269,11 +269,12 @@ def _check_hooks(head: nn.Module) -> None:
         raise ValueError("head: has hooks or a patched forward, which this loss would skip; remove them")
     if parallel is None:
         return
+    _, layouts = parallel
     # An embedding's hooks are about token ids.
-    if type(head) is nn.Linear and not all(layout.is_replicate() for layout in parallel.input_layouts):
+    if type(head) is nn.Linear and not all(layout.is_replicate() for layout in layouts):
         raise ValueError(
             "head: tensor parallelism must have input_layouts=Replicate(), because this loss skips its "
-            f"hooks, got {parallel.input_layouts}; use ColwiseParallel() and pass whole hidden states, or "
+            f"hooks, got {layouts}; use ColwiseParallel() and pass whole hidden states, or "
             "parts with options=HeadOptions(sequence_parallel=True)"
         )
     if not is_dtensor(head.weight):

@@ -145,10 +145,7 @@ def _checked_bounds(cu_seqlens: Tensor, labels: Tensor, n_ranks: int, n_runs: in
         raise ValueError(f"cu_seqlens: device must be cpu or that of labels, {labels.device}, got {cu_seqlens.device}")
     whole = cu_seqlens.long()
     lengths, n_labels = whole[1:] - whole[:-1], n_ranks * labels.numel()
-    conditions = {
-        "0 at the beginning": whole[:1] == 0,
-        "no value below the one before": lengths >= 0,
-    }
+    conditions = {"0 at the beginning": whole[:1] == 0, "no value below the one before": lengths >= 0}
     if n_ranks == 1:
         conditions[f"at most {n_labels}, the labels, at the end"] = whole[-1:] <= n_labels
     else:

@@ -8,13 +8,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vocab_parallel_ce.api.call import (
-    Outputs,
-    public,
-    record_of,
-    run_objective,
-    split_temperature,
-)
+from vocab_parallel_ce.api.call import Outputs, public, record_of, run_objective, split_temperature
 from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective

@@ -20,13 +20,7 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import run_head, run_logits, run_objective
 from vocab_parallel_ce.api.given_ids import rows_of_all, vocab_size_of
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.head.arguments import (
-    Arguments,
-    autocast_dtype,
-    check_gradient,
-    gradient_of,
-    rounded_dtypes,
-)
+from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gradient, gradient_of, rounded_dtypes
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype

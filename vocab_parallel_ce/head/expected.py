@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.head.chunks import TokenOrder
-from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.targets import Tokens
 
@@ -29,14 +27,6 @@ MISFIT = (
 _misfits: deque[tuple[Tensor, Any]] = deque()  # flags on their way to the host, and the events of their arrival
 
 
-class Expected(NamedTuple):
-    """The expected grad_output, fp32."""
-
-    by_token: Tensor  # [N], 0 for ignored tokens
-    by_row: Tensor  # [M]
-    is_valid: Tensor  # [N] bool: not ignored
-
-
 def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set[torch.dtype]) -> None:
     """Raise unless ``factors`` is a tensor of one real number per token, with which forward may compute gradients.
 
@@ -46,9 +36,7 @@ def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set
     if not isinstance(factors, Tensor) or factors.is_complex():
         got = getattr(factors, "dtype", type(factors).__name__)
         raise TypeError(f"{name}: expected a tensor of real numbers, got {got}; pass what multiplies the losses")
-    checks.check_no_mask(name, factors)
-    if factors.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {factors.layout}; pass its to_dense()")
+    checks.check_dense(name, factors)
     if factors.shape != tokens.shape or factors.device != device:
         expected, got = f"{tuple(tokens.shape)} on {device}", f"{tuple(factors.shape)} on {factors.device}"
         raise ValueError(f"{name}: expected shape {expected}, got {got}; pass one number for each label")
@@ -62,21 +50,18 @@ def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set
         )
 
 
-def expected_of(factors: Tensor, is_valid: Tensor, order: TokenOrder | None) -> Expected:
-    """Return the checked ``factors [...]`` as backward and the chunks need it."""
-    by_token = torch.where(is_valid, flat(factors.detach()).float(), 0.0)
-    return Expected(by_token, by_token if order is None else order.to_rows(by_token, 0.0), is_valid)
+def factor_of(expected: Tensor, grad_output: Tensor, is_valid: Tensor) -> Tensor:
+    """Return ``[1]`` fp32: ``grad_output [N]`` divided by the expected one; NaN if no factor fits all tokens.
 
-
-def factor_of(expected: Expected, grad_output: Tensor) -> Tensor:
-    """Return ``[1]`` fp32: ``grad_output [N]`` divided by the expected one; NaN if no factor fits all tokens."""
+    ``expected [N]`` is 0 where ``is_valid [N]`` is False.
+    """
     if grad_output.shape[0] == 0:
         return grad_output.new_ones(1, dtype=torch.float32)
-    real = torch.where(expected.is_valid, grad_output.float(), 0.0)
-    largest = expected.by_token.abs().argmax().reshape(1)
-    divisor = expected.by_token.index_select(0, largest)
+    real = torch.where(is_valid, grad_output.float(), 0.0)
+    largest = expected.abs().argmax().reshape(1)
+    divisor = expected.index_select(0, largest)
     factor = torch.where(divisor == 0, 0.0, real.index_select(0, largest) / divisor)
-    product = factor * expected.by_token
+    product = factor * expected
     fits = (real - product).abs() <= TOLERANCE * product.abs() + torch.finfo(torch.float32).tiny
     # An infinite grad_output is an overflow: the gradients are not finite then, and that is no misfit.
     _remember((~fits & real.isfinite() & factor.isfinite()).any())

@@ -20,27 +20,23 @@ from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import Gradients, Products, Wanted
 from vocab_parallel_ce.layout import cut, per_row
+from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.plan import Plan, has_no_hooks
 from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.reference import sum_losses
-from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, at
 
 NOTHING: Wanted = (False, False, False)
 
 
-class Found(NamedTuple):
-    """What forward returns."""
-
-    outputs: TokenOutputs  # of all tokens
-    gradients: Gradients  # of the sum of the losses, times expected grad_outputs
-    stats: Stats  # of all ranks, if backward may recompute
-    logits: Tensor | None  # those that are kept for backward
+# The outputs of all tokens; the gradients of the sum of the losses, times expected grad_outputs; the statistics of all
+# ranks, if backward may recompute; the logits that are kept for backward.
+Found = tuple[TokenOutputs, Gradients, Stats, Tensor | None]
 
 
 def forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted = NOTHING) -> Found:
-    """Compute the outputs, and the gradients that are ``wanted``.
+    """Return the outputs, the gradients that are ``wanted``, statistics and logits.
 
     Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk. With gradients
     one or two per chunk, or twice as many. Also those of :class:`HiddenStates`.
@@ -54,36 +50,39 @@ def forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted = NOTH
     *outputs, d_hidden, d_weight, d_bias = plan.run(None, _one_chunk, tensors, plan, linear, wanted)
     if d_hidden is not None and len(shape) > 2:
         d_hidden = d_hidden.view(shape)
-    return Found(TokenOutputs(*outputs), (d_hidden, d_weight, d_bias), (), None)
+    return TokenOutputs(*outputs), (d_hidden, d_weight, d_bias), (), None
 
 
 def _one_chunk(plan: Plan, linear: LinearCall, wanted: Wanted, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the outputs and the gradients of a call that may have a program."""
     hidden, weight, bias, divisor, is_valid, *targets = tensors
     linear = linear._replace(call=linear.call._replace(divisor=divisor), is_valid=is_valid)
-    found = _forward(linear, Head(hidden, weight, bias), plan.loss.Targets(*targets), wanted)  # type: ignore[arg-type]
-    return *found.outputs, *found.gradients
+    local = Head(hidden, weight, bias)  # type: ignore[arg-type]
+    outputs, gradients, *_ = _forward(linear, local, plan.loss.Targets(*targets), wanted)
+    return *outputs, *gradients
 
 
 def _forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
     """Return the same, of any call."""
     plan, kept = linear.call.plan, None
-    outputs, by_row = _new_outputs(linear, local.hidden)
+    outputs, outputs_by_row = _new_outputs(linear, local.hidden)
     # Backward overwrites kept logits, which saved-tensor hooks would see.
     if linear.n_kept and linear.head.needs_gradient and has_no_hooks():
         kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
     products = Products(linear, local, targets, wanted, kept, fills_kept=True)
-    grads = GradOutputs(None if linear.expected is None else linear.expected.by_row) if any(wanted) else None
+    expected, order = linear.expected, linear.order
+    by_row = expected if expected is None or order is None else order.to_rows(expected, 0.0)
+    grads = GradOutputs(by_row) if any(wanted) else None
     keeps = grads is None or linear.head.recomputes
     stats = run.new_statistics(plan, linear.n_rows, local.hidden) if keeps else ()
-    gradients = _walk(products, stats, grads, by_row)
+    gradients = _walk(products, stats, grads, outputs_by_row)
     if grads is None:
         if plan.launchers.second is None:
             all_gather_stats(stats[0], plan.rank, linear.call.group)
-        plan.launchers.outputs(stats, targets, linear.call.divisor, by_row)
+        plan.launchers.outputs(stats, targets, linear.call.divisor, outputs_by_row)
         if linear.objective is not None:
-            linear.objective.fill(slice(0, linear.n_rows), by_row)
-    return Found(_returned(linear, outputs), gradients, stats, kept)
+            linear.objective.fill(slice(0, linear.n_rows), outputs_by_row)
+    return _returned(linear, outputs), gradients, stats, kept
 
 
 def backward(
@@ -222,8 +221,8 @@ def scaled_by_factor(
     linear: LinearCall, gradients: Gradients, grad_output: Tensor, weight_dtype: torch.dtype
 ) -> Gradients:
     """Multiply the gradients of unreduced losses by what the expected grad_output lacks; the weight's is fp32 still."""
-    assert linear.expected is not None
-    factor = factor_of(linear.expected, grad_output.reshape(-1))
+    assert linear.expected is not None and linear.is_valid is not None
+    factor = factor_of(linear.expected, grad_output.reshape(-1), linear.is_valid)
     if linear.overflow is not None:
         factor = factor * linear.overflow
     d_hidden, d_weight, d_bias = (None if grad is None else grad.detach() for grad in gradients)

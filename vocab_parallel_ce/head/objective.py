@@ -196,7 +196,7 @@ class RowObjective(NamedTuple):
 
         Each row stays at its place, so that even rounding is the same.
         """
-        rows, ones = slice(0, len(outputs.loss)), _ones_of(outputs)
+        rows, ones = slice(0, len(outputs.loss)), outputs.loss.new_ones(len(outputs.loss))
         values, grads = self._differentiated(rows, outputs, ones)
         for first in range(2):
             own = slice(first, None, 2)
@@ -214,7 +214,7 @@ class RowObjective(NamedTuple):
 
     def _check_each_alone(self, rows: slice, outputs: TokenOutputs) -> None:
         """Raise unless every second row has the same number and derivative alone, and so have the rows between."""
-        ones = _ones_of(outputs)
+        ones = outputs.loss.new_ones(len(outputs.loss))
         spread = torch.arange(len(ones), device=ones.device, dtype=ones.dtype) * 0.6180339887 % 1
         # As they are, a policy may be its own reference, which hides a mean of their difference.
         outputs = outputs._replace(loss=outputs.loss - 0.5 * _along_rows(spread, outputs.loss))
@@ -263,11 +263,6 @@ def key_of(function: Any) -> tuple[Any, ...]:
     return getattr(function, "__code__", itself), kind, *codes, *constants
 
 
-def is_capturing(hidden: Tensor) -> bool:
-    """Return whether a CUDA graph is captured, in which nothing may wait."""
-    return hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _refuse_kept(_: Tensor) -> None:
     """Raise from a backward through what a function has kept of its arguments."""
     raise RuntimeError(
@@ -305,7 +300,8 @@ def rows_of(
     if given:
         is_valid = is_valid & (divisor != 0)
     losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
-    key = key_of(objective.function) if objective.is_checked and not is_capturing(hidden) else None
+    captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may wait
+    key = key_of(objective.function) if objective.is_checked and not captures else None
     errors: list[Exception] | None = [] if verify.pending.get() is not None else None
     return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors)
 
@@ -319,11 +315,6 @@ def _named(outputs: TokenOutputs) -> dict[str, Tensor]:
 def _differentiable(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return those of named outputs that have a gradient."""
     return {name: output for name, output in named.items() if name in ("log_probs", *DIFFERENTIABLE)}
-
-
-def _ones_of(outputs: TokenOutputs) -> Tensor:
-    """Return a 1 of each row."""
-    return outputs.loss.new_ones(len(outputs.loss))
 
 
 def _along_rows(numbers: Tensor, like: Tensor) -> Tensor:

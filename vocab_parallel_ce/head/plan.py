@@ -31,9 +31,10 @@ from vocab_parallel_ce.head.chunks import (
     order_of_ranks,
     order_of_valid,
 )
-from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
+from vocab_parallel_ce.head.expected import check_expected, warn_of_misfits
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
 from vocab_parallel_ce.kinds import Kinds
+from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import DEFAULTS, Known, Settings, known, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, has_weights, plan_of_one_kind
@@ -83,7 +84,7 @@ class LinearCall(NamedTuple):
     overflow: Tensor | None  # [] fp32: 1, or NaN if more than valid_tokens are valid
     main_grad: Tensor | None
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
-    expected: Expected | None  # of reduction "none", whose gradients forward computes
+    expected: Tensor | None  # [N] fp32 grad_output of reduction "none", whose gradients forward computes; 0 if ignored
     objective: RowObjective | None  # of log-probabilities
     n_kept: int  # number of rows whose logits are kept for backward
 
@@ -137,11 +138,10 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
     expected = None
     if expected_grad_output is not None:
         warn_of_misfits()
-        expected = expected_of(expected_grad_output, is_valid, order)
+        expected = torch.where(is_valid, flat(expected_grad_output.detach()).float(), 0.0)
     row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
     if verify.pending.get() is not None:
-        by_token = None if expected is None else expected.by_token
-        compare(arguments._replace(head=local), by_token, is_valid, plan.shard, planned.dtype, settings)
+        compare(arguments._replace(head=local), expected, is_valid, plan.shard, planned.dtype, settings)
     if planned.mean_over:  # last: it may be a collective
         divisor = count if planned.mean_over == "rows" else _divisor_of_weights(plan, targets, group)
     linear = LinearCall(

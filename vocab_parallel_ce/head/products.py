@@ -132,16 +132,13 @@ def writes_fp32(factor: Tensor) -> bool:
     return factor.is_cuda and torch.version.hip is None
 
 
-def fp32_factor(factor: Tensor) -> Tensor:
-    """Return the 16-bit ``factor`` as :func:`fill_logits` takes it for fp32 logits: itself, or an fp32 copy."""
-    return factor if writes_fp32(factor) else factor.float()
-
-
 # Steps of a program: they write to their first argument.
 
 
 def fill_logits(logits: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Fill ``logits [n, C]`` from ``states [n, D]``; fp32 logits of 16-bit states take an :func:`fp32_factor`."""
+    """Fill ``logits [n, C]`` from ``states [n, D]``; fp32 ones of 16-bit states take an fp32 weight where a
+    product cannot be fp32.
+    """
     weight_t = weight.t()
     if logits.dtype == states.dtype and bias is not None:
         torch.addmm(bias, states, weight_t, out=logits)
@@ -255,7 +252,7 @@ class Products:
         self.hidden = HiddenStates(linear, local.hidden, wanted[0])
         self.kept, self.fills_kept = kept, fills_kept  # [n, C]
         is_fp32 = linear.head.logits_dtype != linear.head.dtype
-        self.factor = fp32_factor(self.weight) if is_fp32 else self.weight  # of the logits
+        self.factor = self.weight.float() if is_fp32 and not writes_fp32(self.weight) else self.weight  # of the logits
         has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
         n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
         made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest

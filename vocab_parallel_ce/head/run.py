@@ -21,15 +21,15 @@ from vocab_parallel_ce.head.loops import Gradients
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.plan import Call
-from vocab_parallel_ce.run import Refusals, check_loss_alone, mark_constants, run_backward
+from vocab_parallel_ce.run import check_loss_alone, mark_constants, run_backward
 from vocab_parallel_ce.spec import GradOutputs
 from vocab_parallel_ce.targets import Head
 
-REFUSALS = Refusals(
+HANDED_ON = (
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
     "gradient='in_backward' to run backward again"
 )
-OF_OBJECTIVES = Refusals(
+OF_OBJECTIVES = (
     "linear_objective: backward ran a second time, but the first has handed its gradients on; call it again, or add "
     "what is computed of its loss before one backward"
 )
@@ -41,7 +41,7 @@ class OverHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, linear: LinearCall) -> Any:
         ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
-        ctx.kind, ctx.has_overwritten, ctx.refusals = type(targets), False, REFUSALS
+        ctx.kind, ctx.has_overwritten, ctx.refusal = type(targets), False, HANDED_ON
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
         wanted = ctx.needs_input_grad[:3] if plan.gradient == "in_forward" else loops.NOTHING
@@ -54,13 +54,13 @@ class OverHead(torch.autograd.Function):
                 mark_constants(ctx, outputs, plan)
             return outputs[: plan.n_outputs]
         # Backward needs neither the function nor its numbers.
-        ctx.linear, ctx.refusals = linear._replace(objective=None), OF_OBJECTIVES
+        ctx.linear, ctx.refusal = linear._replace(objective=None), OF_OBJECTIVES
         ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
         return loops.total_of(linear), *outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        gradients = run_backward(_gradients, ctx, grads, ctx.refusals)
+        gradients = run_backward(_gradients, ctx, grads, ctx.refusal)
         return *(gradients or (None, None, None)), None, None
 
 

@@ -108,7 +108,13 @@ def of_head(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords of a function of hidden states: ``keywords``, with the fields of HeadOptions in one."""
     fields = {name: value for name, value in keywords.items() if name in HEAD_FIELDS}
     others = {name: value for name, value in keywords.items() if name not in fields}
-    return others | {"options": HeadOptions(**fields)}
+    return others | {"options": made_once(**fields)}
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def made_once(**fields: Any) -> HeadOptions:
+    """Return HeadOptions: one record for equal fields, since to make one takes microseconds."""
+    return HeadOptions(**fields)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.columns import local_columns
 
 
-@public(verifies=False)
+@public()
 def cross_entropy(
     logits: Any,
     labels: Any,
@@ -107,7 +107,7 @@ def cross_entropy(
     return local.placed(result)
 
 
-@public(verifies=False)
+@public()
 def token_log_probs(
     logits: Any,
     labels: Any,

@@ -16,6 +16,7 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.integrations import made_once
 from vocab_parallel_ce.options import HeadOptions, bytes_of
 
 IGNORED = -100
@@ -27,6 +28,11 @@ def kept_logits() -> str:
     if kept not in ("none", "all"):
         bytes_of(kept, environment.KEEP_LOGITS, "'none', 'all'")  # an error that names the variable
     return kept
+
+
+def head_options(**fields: Any) -> HeadOptions:
+    """Return the options of the heads of RL frameworks: ``fields`` and :func:`kept_logits`."""
+    return made_once(keep_logits=kept_logits(), **fields)
 
 
 def tensor_parallel_group() -> Any:
@@ -122,11 +128,7 @@ class FusedLinearChunkedDistributedLogprob:
         group = group_of_columns(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
         with torch.no_grad() if inference_only else nullcontext():
             return linear_token_log_probs(
-                hidden.to(weight.dtype),
-                weight,
-                target,
-                group=group,
-                options=HeadOptions(reduce_hidden_grad=False, keep_logits=kept_logits()),
+                hidden.to(weight.dtype), weight, target, group=group, options=head_options(reduce_hidden_grad=False)
             )
 
 

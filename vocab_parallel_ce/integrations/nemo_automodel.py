@@ -19,9 +19,9 @@ from vocab_parallel_ce.api.distillation import distillation_loss
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.integrations import made_once
 from vocab_parallel_ce.integrations.columns import local_columns
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import HeadOptions
 
 LOSSES = "nemo_automodel.components.loss"
 LEFT = {
@@ -108,7 +108,7 @@ def chunked_cross_entropy(
     ``logits_dtype=torch.float32`` keeps products in fp32, where NeMo Automodel casts them afterwards.
     """
     tensors = _head(self, hidden_states.reshape(*labels.shape, -1), lm_weight, grad_reduce_group)
-    options = HeadOptions(logits_dtype=torch.float32 if logits_dtype == torch.float32 else None)
+    options = made_once(logits_dtype=torch.float32 if logits_dtype == torch.float32 else None)
     return _loss(linear_cross_entropy, tensors, self, labels, mask, num_label_tokens, loss_weights, options=options)
 
 

@@ -27,11 +27,10 @@ from vocab_parallel_ce.integrations.log_probs import (
     ChunkedDistributedLogprob,
     DistributedLogprob,
     group_of_columns,
-    kept_logits,
+    head_options,
     whole_group,
 )
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import HeadOptions
 
 
 class DistributedLogprobWithSampling:
@@ -173,7 +172,7 @@ def from_parallel_hidden_states_to_logprobs(
             output_weight_layer,
             target.roll(-1, dims=-1).t(),
             group=group,
-            options=HeadOptions(sequence_parallel=group_position(group)[1] > 1, keep_logits=kept_logits()),
+            options=head_options(sequence_parallel=group_position(group)[1] > 1),
         )
     return log_probs.t()[:, :-1]
 
@@ -193,8 +192,6 @@ _switch = Switch(
         f"{_MODULE}:ChunkedDistributedLogprobWithSampling": ChunkedDistributedLogprobWithSampling,
         f"{_MODULE}:from_parallel_hidden_states_to_logprobs": from_parallel_hidden_states_to_logprobs,
     },
-    {
-        "context parallelism and packed sequences": "they are NeMo-RL's code around these functions",
-    },
+    {"context parallelism and packed sequences": "they are NeMo-RL's code around these functions"},
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.integrations.log_probs import kept_logits
+from vocab_parallel_ce.integrations.log_probs import head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
-from vocab_parallel_ce.options import HeadOptions
 
 CORE = "trl.trainer.utils:_ChunkedLogProbFunction"
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
@@ -102,7 +101,7 @@ class _Core:
             group=group,
             outputs=("lse", *requested),
             **scales,
-            options=HeadOptions(keep_logits=kept_logits()),
+            options=head_options(),
         )
         sums, mean = record.sum_sq_probs, record.mean_logit  # as TRL's own, without a gradient
         is_top1 = None

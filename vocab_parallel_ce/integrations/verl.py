@@ -18,9 +18,9 @@ from torch import Tensor
 from vocab_parallel_ce import checks, environment
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
-from vocab_parallel_ce.integrations.log_probs import kept_logits, tensor_parallel_group
+from vocab_parallel_ce.integrations.log_probs import head_options, tensor_parallel_group
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import REDUCTIONS, HeadOptions
+from vocab_parallel_ce.options import REDUCTIONS
 
 LEFT = {
     "the head without use_fused_kernels": "the model makes its logits",
@@ -117,12 +117,7 @@ class FusedLinearForPPO(torch.nn.Module):
         """
         labels = input_ids.to(torch.int64)
         outputs: Any = linear_token_log_probs(
-            hidden_states,
-            vocab_weights,
-            labels,
-            temperature=temperature,
-            outputs=("entropy",),
-            options=HeadOptions(keep_logits=kept_logits()),
+            hidden_states, vocab_weights, labels, temperature=temperature, outputs=("entropy",), options=head_options()
         )
         return outputs.log_probs, outputs.entropy.to(hidden_states.dtype)
 
@@ -165,7 +160,7 @@ def linear_cross_entropy(
         group=group,
         temperature=temperature,
         outputs=("entropy",),
-        options=HeadOptions(logits_dtype=torch.float32, reduce_hidden_grad=is_whole, keep_logits=kept_logits()),
+        options=head_options(logits_dtype=torch.float32, reduce_hidden_grad=is_whole),
     )
     log_probs = outputs.log_probs
     if reduction != "none":

@@ -15,7 +15,6 @@ from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, Rows, pair_arguments, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes
-from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -35,7 +34,7 @@ class Algebra(NamedTuple):
     merge_lanes: Any  # (a, b, options): lanes of two sets of columns, those of b after those of a
     load_lanes: Any  # (pointers, mask, options, step): packed lanes, step apart
     store_lanes: Any  # (pointers, lanes, options, step): pack them
-    finish: Any  # (lanes, row, place, label, shard_start, sizes, options, HAS_EDGES, LANES, VECTOR, UNITS): stats
+    finish: Any  # (lanes, row, place, label, shard_start, sizes, options, SHAPE): stats
     store: Any  # (pointers, stats, options, step): pack them
     load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns, None excludes nothing
     merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
@@ -88,9 +87,8 @@ class KernelLoss(NamedTuple):
     ) -> Launch:
         """Return the Launch of a kernel that walks rows: both layouts come first, and LOSS before ``constants``."""
         rows = rows._replace(has_edges=block.has_edges(self.shard, rows.has_edges))
-        other = None if rows.other_layout is None else RowLayout(*rows.other_layout)
-        constants = {"LOSS": self.algebra, **constants, "ALIKE": rows.alike}
-        values = (other, Sizes.of(self.shard), *values, self.options)
+        constants = {"LOSS": self.algebra, **constants}
+        values = (rows.other_layout, Sizes.of(self.shard), *values, self.options)
         return walk_launch(kernel, rows, values, block, compiler, **constants)
 
 
@@ -133,7 +131,6 @@ def load_sums(pointers, mask, loss_options, step):
 
 @triton.jit
 def add_sums(a, b, loss_options):
-    """Return the two sums of two sets of columns."""
     return a[0] + b[0], a[1] + b[1]
 
 

@@ -38,22 +38,10 @@ def target(place, label, shard_start, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    lanes,
-    row,
-    place,
-    label,
-    shard_start,
-    sizes,
-    loss_options,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-):
+def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl.constexpr):
     """Walk the edges, and merge the lanes to the statistics of a row."""
-    lanes = walk_edges(place, lanes, row, tile, HAS_EDGES, LANES, VECTOR, UNITS)
-    units = merge(record(in_units(lanes, UNITS)), loss_options)
+    lanes = walk_edges(place, lanes, row, tile, SHAPE)
+    units = merge(record(in_units(lanes, SHAPE.UNITS)), loss_options)
     return ops.merge_tree(units, loss_options, merge_pair, record)
 
 
@@ -106,5 +94,4 @@ ALGEBRA = Algebra(
 
 
 def divergence_loss(shard: VocabShard, options: DivergenceOptions) -> KernelLoss:
-    """Return the loss of a teacher's logits."""
     return KernelLoss(ALGEBRA, shard, kernel_options(options))

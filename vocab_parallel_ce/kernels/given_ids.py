@@ -10,6 +10,7 @@ Regime: a few microseconds beside one pass over the shard; k up to some hundreds
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -26,8 +27,7 @@ from vocab_parallel_ce.kernels.given_ids_rows import (
     merged_ids,
 )
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
-from vocab_parallel_ce.layout import RowLayout
-from vocab_parallel_ce.losses.given_ids import Ids, IdsOptions
+from vocab_parallel_ce.losses.given_ids import GivenIds, Ids, IdsOptions
 from vocab_parallel_ce.program import make
 from vocab_parallel_ce.shard import VocabShard
 
@@ -152,81 +152,62 @@ def write_columns_kernel(
     tl.store(grad_logits + begin + column, value.to(grad_logits.dtype.element_ty), column >= 0)
 
 
-def sizes_of(options: IdsOptions, shard: VocabShard) -> IdsSizes:
-    """Return the numbers of a launch."""
-    return IdsSizes(options.n_ids, shard.n_valid, shard.vocab_size, options.ignore_index)
+class KernelIds(GivenIds):
+    """The launchers of these kernels."""
+
+    def best_ids(self, logits: Tensor, targets: Ids, stats: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor], int]:
+        n_rows, (ids, temperature) = stats.shape[1], targets
+        label = make(ids, n_rows, dtype=torch.int64)
+        base, rows = row_arguments(logits)
+        launch = _statistics(rows, self.options, self.shard)
+        launch(n_rows, (base, ids, temperature, stats, label), (n_rows, self.shard.start, rank * n_rows))
+        return label, (stats,), rank
+
+    def log_probs(self, stats: Tensor, targets: Ids, values: Tensor) -> None:
+        n_ranks, n_rows, _ = stats.shape
+        launch = _outputs(self.options, self.shard, n_ranks)
+        launch(n_rows, (stats, targets.ids, values), (n_rows, self.shard.start))
+
+    def column_gradients(self, logits: Tensor, targets: Ids, stats: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
+        (n_ranks, n_rows, _), n_ids, (ids, temperature) = stats.shape, self.options.n_ids, targets
+        new = partial(make, stats, dtype=torch.float32)
+        columns, values = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, n_ids)
+        merged, weight, label = new(1, n_rows, 3), new(n_rows), new(n_rows, dtype=torch.int64)
+        base, rows = row_arguments(logits)
+        launch = _gradient(rows, self.options, self.shard, n_ranks)
+        tensors = (base, ids, temperature, stats, grads.contiguous())
+        launch(n_rows, (*tensors, columns, values, merged, weight, label), (n_rows, self.shard.start))
+        return columns, values, merged, weight, label
+
+    def write_columns(self, columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
+        n_rows, n_ids = columns.shape
+        base, rows = row_arguments(grad_logits)
+        _write(rows, n_ids)(n_rows, (columns, values, base), (n_rows,))
 
 
-# The parts of ``losses.given_ids.GivenIds``, which has the same in PyTorch.
-
-
-def best_ids(
-    logits: Tensor, targets: Ids, stats: Tensor, rank: int, options: IdsOptions, shard: VocabShard
-) -> tuple[Tensor, tuple[Tensor], int]:
-    """Store z, and return what cross-entropy's statistics take: a label ``[N]``, and where the statistics are."""
-    n_rows, (ids, temperature) = stats.shape[1], targets
-    label = make(ids, n_rows, dtype=torch.int64)
-    base, rows = row_arguments(logits)
-    launch = _statistics(rows, options, shard)
-    launch(n_rows, (base, ids, temperature, stats, label), (n_rows, shard.start, rank * n_rows))
-    return label, (stats,), rank
-
-
-def log_probs(stats: Tensor, targets: Ids, values: Tensor, options: IdsOptions, shard: VocabShard) -> None:
-    """Fill ``values [..., k]`` from the statistics of all ranks."""
-    n_ranks, n_rows, _ = stats.shape
-    _outputs(options, shard, n_ranks)(n_rows, (stats, targets.ids, values), (n_rows, shard.start))
-
-
-def column_gradients(
-    logits: Tensor, targets: Ids, stats: Tensor, grads: Tensor, options: IdsOptions, shard: VocabShard
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return columns, their gradients, and the statistics, weight and label that cross-entropy's gradient takes."""
-    (n_ranks, n_rows, _), n_ids, (ids, temperature) = stats.shape, options.n_ids, targets
-    new = partial(make, stats, dtype=torch.float32)
-    columns, values = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, n_ids)
-    merged, weight, label = new(1, n_rows, 3), new(n_rows), new(n_rows, dtype=torch.int64)
-    base, rows = row_arguments(logits)
-    launch = _gradient(rows, options, shard, n_ranks)
-    tensors = (base, ids, temperature, stats, grads.contiguous())
-    launch(n_rows, (*tensors, columns, values, merged, weight, label), (n_rows, shard.start))
-    return columns, values, merged, weight, label
-
-
-def write_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
-    """Write ``values [N, n]`` into ``columns [N, n]`` int32 of ``grad_logits [..., C]``, -1 for none."""
-    n_rows, n_ids = columns.shape
-    base, rows = row_arguments(grad_logits)
-    _write(rows, n_ids)(n_rows, (columns, values, base), (n_rows,))
-
-
-def lanes_of(n_ids: int) -> tuple[dict[str, int], int]:
-    """Return the constant LANES of a kernel, and its warps."""
+def _launch(kernel: Any, n_ids: int, *values: Any) -> Launch:
+    """Return the Launch of a kernel with a lane for each id."""
     lanes = triton.next_power_of_2(n_ids)
-    return {"LANES": lanes}, min(max(lanes // 64, 1), 8)
+    return Launch(kernel, values, {"LANES": lanes}, num_warps=min(max(lanes // 64, 1), 8))
 
 
 @cache_launches
 def _statistics(rows: Rows, options: IdsOptions, shard: VocabShard) -> Launch:
-    (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard)
-    values = (RowLayout(*rows.layout), sizes, options.softmax)
-    return Launch(ids_statistics_kernel, values, lanes, num_warps=num_warps)
+    values = rows.layout, IdsSizes.of(options, shard), options.softmax
+    return _launch(ids_statistics_kernel, options.n_ids, *values)
 
 
 @cache_launches
 def _outputs(options: IdsOptions, shard: VocabShard, n_ranks: int) -> Launch:
-    (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard)
-    return Launch(ids_outputs_kernel, (sizes, n_ranks), lanes, num_warps=num_warps)
+    return _launch(ids_outputs_kernel, options.n_ids, IdsSizes.of(options, shard), n_ranks)
 
 
 @cache_launches
 def _gradient(rows: Rows, options: IdsOptions, shard: VocabShard, n_ranks: int) -> Launch:
-    (lanes, num_warps), sizes = lanes_of(options.n_ids), sizes_of(options, shard)
-    values = (RowLayout(*rows.layout), sizes, n_ranks, options.softmax)
-    return Launch(ids_gradient_kernel, values, lanes, num_warps=num_warps)
+    values = rows.layout, IdsSizes.of(options, shard), n_ranks, options.softmax
+    return _launch(ids_gradient_kernel, options.n_ids, *values)
 
 
 @cache_launches
 def _write(rows: Rows, n_ids: int) -> Launch:
-    lanes, num_warps = lanes_of(n_ids)
-    return Launch(write_columns_kernel, (RowLayout(*rows.layout), n_ids), lanes, num_warps=num_warps)
+    return _launch(write_columns_kernel, n_ids, rows.layout, n_ids)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.losses.given_ids import IdsOptions, Known
+from vocab_parallel_ce.shard import VocabShard
 
 
 class IdsSizes(NamedTuple):
@@ -16,6 +18,10 @@ class IdsSizes(NamedTuple):
     vocab_size: int
     ignore_index: int
 
+    @classmethod
+    def of(cls, options: IdsOptions, shard: VocabShard) -> "IdsSizes":
+        return cls(options.n_ids, shard.n_valid, shard.vocab_size, options.ignore_index)
+
 
 class GivenColumns(NamedTuple):
     """The ids of a row, a lane each."""
@@ -24,15 +30,6 @@ class GivenColumns(NamedTuple):
     owned: tl.tensor
     outside: tl.tensor  # of the vocabulary
     left_out: tl.tensor
-
-
-class Known(NamedTuple):
-    """What the statistics of all ranks come to."""
-
-    row_max: tl.tensor
-    z: tl.tensor  # of each lane
-    others: tl.tensor  # sum of exp(z - row_max) without the best given logit
-    best_term: tl.tensor  # exp(its z - row_max)
 
 
 @triton.jit

@@ -74,18 +74,19 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
 
 
 @triton.jit
-def load_remainder(row, place, target, HAS_EDGES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
+def load_remainder(row, place, target, SHAPE: tl.constexpr):
     """Return the ``Remainder`` of a row.
 
     Those of a row of units are at most one for each thread of a warp: so the order of their sums does not depend on
     the number of warps, and with it on that of ranks.
     """
+    VECTOR: tl.constexpr = SHAPE.VECTOR
     vector = place.first + target.vector
-    if HAS_EDGES:
+    if SHAPE.HAS_EDGES:
         # The first vectors of lanes are the edges', the next one is the label's.
-        EDGES: tl.constexpr = VECTOR if UNITS > 0 else 16 * VECTOR
+        EDGES: tl.constexpr = VECTOR if SHAPE.UNITS > 0 else 16 * VECTOR
         lane = tl.arange(0, 2 * EDGES)
-        if UNITS > 0:
+        if SHAPE.UNITS > 0:
             offset = place.first + place.width + lane
             inside = offset < place.begin + place.n_columns
         else:
@@ -200,35 +201,23 @@ def empty(row, place, LANES: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    lanes,
-    row,
-    place,
-    label,
-    shard_start,
-    sizes,
-    loss_options,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-):
+def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl.constexpr):
     """Merge the lanes, the remaining columns and the label to the ``RowStats`` of a row."""
-    target = locate_target(place, label - shard_start, VECTOR)
-    remainder = load_remainder(row, place, target, HAS_EDGES, VECTOR, UNITS)
+    target = locate_target(place, label - shard_start, SHAPE.VECTOR)
+    remainder = load_remainder(row, place, target, SHAPE)
     target_logit = load_logits(row.logits + target.offset, target.owned, row)
     target_weight = 0.0
     if row.class_weight is not None:
         target_weight = label_weight(
             row.class_weight, label, label - shard_start, target.owned, sizes.vocab_size, loss_options
         )
-    units = stats_of_lanes(lanes, loss_options, max(UNITS, 1))
+    units = stats_of_lanes(lanes, loss_options, max(SHAPE.UNITS, 1))
     column, unit = remainder.offset - place.begin, 0
     z, inside = remainder.z, remainder.inside
-    if UNITS > 0:
+    if SHAPE.UNITS > 0:
         # A label that is not owned adds nothing but the NaN of its weight, to any unit.
         unit = tl.where(target.owned, (target.offset - place.begin).to(tl.int32) // place.unit_width, 0)
-    if UNITS > 0 and HAS_EDGES:
+    if SHAPE.UNITS > 0 and SHAPE.HAS_EDGES:
         # The edge may be in another unit than the label.
         edge_z, is_edge = tl.where(remainder.is_edge, z, float("-inf")), inside & remainder.is_edge
         edge = stats_of_columns(edge_z, is_edge, row.class_weight, column, loss_options)
@@ -240,7 +229,7 @@ def finish(
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
-        first = first_maximum(row, place, target, lanes, remainder, target_logit, stats.row_max, VECTOR)
+        first = first_maximum(row, place, target, lanes, remainder, target_logit, stats.row_max, SHAPE.VECTOR)
         is_finite = tl.abs(stats.row_max) < float("inf")
         argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
     return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]
@@ -287,7 +276,6 @@ ALGEBRA = Algebra(
 
 
 def label_loss(shard: VocabShard, options: LossOptions) -> KernelLoss:
-    """Return the loss of labels."""
     smoothed = bool(options.smoothing) or options.mean_logit
     fields = 2 + 2 * smoothed + options.entropy + options.sum_sq_probs + options.predictions
     return KernelLoss(ALGEBRA, shard, options, is_pair=False, n_lane_fields=fields)

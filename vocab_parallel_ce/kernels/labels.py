@@ -73,13 +73,11 @@ def load_stats(pointers, mask, loss_options, step):
 
 @triton.jit
 def store_stats(pointers, stats, loss_options, step):
-    """Store a ``RowStats``, ``step`` apart."""
     ops.store_fields(pointers, stats, fields(loss_options), step)
 
 
 @triton.jit
 def row_stats(numbers):
-    """Return the ``RowStats`` of these numbers."""
     return RowStats(*numbers)
 
 
@@ -112,15 +110,7 @@ def merge_pair(a, b, loss_options):
     if loss_options.sum_sq_probs is not None:
         sum_exp_sq = tl.fma(a.sum_exp_sq, a_decay * a_decay, b.sum_exp_sq * (b_decay * b_decay))
     return RowStats(
-        row_max,
-        others_sum,
-        target_logit,
-        shifted_sum,
-        n_columns,
-        exp_shifted_sum,
-        argmax,
-        target_weight,
-        sum_exp_sq,
+        row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq
     )
 
 

@@ -136,13 +136,11 @@ def lane_fields(loss_options):
 
 @triton.jit
 def store_lanes(pointers, lanes, loss_options, step):
-    """Store the fields that options need, ``step`` apart."""
     ops.store_fields(pointers, lanes, lane_fields(loss_options), step)
 
 
 @triton.jit
 def load_lanes(pointers, mask, loss_options, step):
-    """Load what :func:`store_lanes` stored."""
     empty = float("-inf"), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     numbers = ops.load_fields(pointers, mask, lane_fields(loss_options), empty, step)
     return LaneStats(*numbers[:6], numbers[6].to(tl.int32))

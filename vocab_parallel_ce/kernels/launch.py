@@ -12,8 +12,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from vocab_parallel_ce.blocks import Block
-from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
+from vocab_parallel_ce.blocks import Block, Shape
+from vocab_parallel_ce.kernels.primitives import SMALL_CAP
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.program import Step, recording
 from vocab_parallel_ce.spec import PLAIN, LossOptions
@@ -27,11 +27,11 @@ cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and opt
 
 
 class Rows(NamedTuple):
-    """How the rows of one tensor, or of two, lie, as a part of a launch's key. Layouts are the values of RowLayouts."""
+    """How the rows of one tensor, or of two, lie, as a part of a launch's key."""
 
-    layout: tuple[int, ...]
+    layout: RowLayout
     has_edges: bool
-    other_layout: tuple[int, ...] | None = None  # None: there is one tensor
+    other_layout: RowLayout | None = None  # None: there is one tensor
     alike: bool = False  # each two rows begin at the same position of a line
 
 
@@ -70,7 +70,7 @@ class Launch:
         self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
-        self.variants: dict[tuple[Any, ...], Variant] = {}
+        self.variants: dict[tuple[Any, ...], Step] = {}  # without grid and others
 
     def __call__(self, n_programs: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run ``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
@@ -94,41 +94,22 @@ class Launch:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
-                self.variants[key] = variant = Variant.of(compiled)
-        if recording.record is not None:
-            step = None if variant is None else variant.step(n_programs, others)
-            recording.record.steps.append((step, tensors))
+                self.variants[key] = variant = step_of(compiled)
+        if recording.steps is not None:
+            step = None if variant is None else variant._replace(grid=n_programs, others=others)
+            recording.steps.append((step, tensors))
 
 
-class Variant(NamedTuple):
-    """The function in C that launches a compiled kernel, and what it takes between the stream and the arguments."""
-
-    launch: Callable[..., object]
-    start: tuple[Any, ...]
-    has_sequence: bool  # the kernel's arguments are one argument
-    current_stream: Callable[[int], int]
-    compiled: Any  # held, as by a Step
-
-    def run(self, grid: int, device: int, addresses: list[int | None], others: tuple[Any, ...]) -> None:
-        """Launch on the current stream of ``device``: the kernel's arguments are addresses, then ``others``."""
-        start = grid, 1, 1, self.current_stream(device), *self.start
-        arguments = *addresses, *others
-        self.launch(*start, arguments) if self.has_sequence else self.launch(*start, *arguments)
-
-    def step(self, grid: int, others: tuple[Any, ...]) -> Step:
-        """Return :meth:`run` as a step of a program."""
-        return Step(self.launch, grid, self.current_stream, self.start, others, self.has_sequence, self.compiled)
-
-    @classmethod
-    def of(cls, compiled: Any) -> Variant:
-        """Return what Triton's launcher in Python calls for a kernel without hooks and without memory of its own."""
-        run, metadata, nothing = compiled.run, compiled.packed_metadata, (None, None)
-        start = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        stream = driver.active.get_current_stream
-        if not hasattr(run, "kernel_signature"):  # Triton 3.6
-            return cls(run.launch, (*start, *nothing, metadata, None, *nothing), False, stream, compiled)
-        types = run.arg_annotations, run.kernel_signature
-        return cls(run.launch, (*start, metadata, None, *nothing, *nothing, *types), True, stream, compiled)
+def step_of(compiled: Any) -> Step:
+    """Return what Triton's launcher in Python calls for a kernel without hooks and without memory of its own."""
+    run, metadata, nothing = compiled.run, compiled.packed_metadata, (None, None)
+    start: tuple[Any, ...] = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    has_sequence = hasattr(run, "kernel_signature")  # not in Triton 3.6
+    if has_sequence:
+        start = *start, metadata, None, *nothing, *nothing, run.arg_annotations, run.kernel_signature
+    else:
+        start = *start, *nothing, metadata, None, *nothing
+    return Step(run.launch, 0, driver.active.get_current_stream, start, (), has_sequence, compiled)
 
 
 def can_launch(device: int) -> bool:
@@ -175,12 +156,12 @@ def walk_launch(
     compiler: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
-    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``.
+    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, SHAPE after ``constants``.
 
     ``compiler`` are the compiler's other options.
     """
-    constants |= {"HAS_EDGES": rows.has_edges, "LANES": block.lanes, "VECTOR": block.vector}
-    values = (RowLayout(*rows.layout), *values)
+    constants["SHAPE"] = Shape(rows.has_edges, block.lanes, block.vector, rows.alike, block.units, block.tiles)
+    values = (rows.layout, *values)
     return Launch(kernel, values, constants, num_warps=block.num_warps, **(compiler or {}))
 
 
@@ -198,7 +179,7 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
     is_whole = n_columns * size % VECTOR_BYTES == 0
-    return base, Rows(tuple(layout), not is_whole or layout.pitch % line != 0)
+    return base, Rows(layout, not is_whole or layout.pitch % line != 0)
 
 
 def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Rows]:
@@ -206,28 +187,28 @@ def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Rows]
     base, rows = row_arguments(logits)
     other_base, (other_layout, *_) = row_arguments(other)
     line = LINE_BYTES // logits.element_size()  # 8 vectors of the walk
-    a, b = RowLayout(*rows.layout), RowLayout(*other_layout)
-    distances = (x - y for x, y in zip(a, b, strict=True))
-    alike = a[1:3] == b[1:3] and all(distance % line == 0 for distance in distances)
+    distances = (x - y for x, y in zip(rows.layout, other_layout, strict=True))
+    alike = rows.layout[1:3] == other_layout[1:3] and all(distance % line == 0 for distance in distances)
     return base, other_base, Rows(*rows[:2], other_layout, alike)
 
 
 @functools.lru_cache(maxsize=1024)
-def begin_at_vectors(layout: tuple[int, ...], element_size: int) -> bool:
-    """Return whether rows of a ``RowLayout`` begin at boundaries of 16 bytes."""
-    return RowLayout(*layout).pitch * element_size % VECTOR_BYTES == 0
+def begin_at_vectors(layout: RowLayout, element_size: int) -> bool:
+    """Return whether rows begin at boundaries of 16 bytes."""
+    return layout.pitch * element_size % VECTOR_BYTES == 0
 
 
 @functools.lru_cache(maxsize=1024)
 def _contiguous_rows(n_columns: int, element_size: int) -> Rows:
-    return Rows((0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0)
+    return Rows(RowLayout(0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0)
 
 
 def option_arguments(options: LossOptions) -> LossOptions:
     """Return ``options`` for a kernel: an option that is off is None, so its code is not compiled.
 
     ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True. A softcap that
-    changes no fp32 logit is off: its inverse may be 0 in fp32. Any other is a ``SmallCap`` or ``LargeCap``.
+    changes no fp32 logit is off: its inverse may be 0 in fp32. Any other is a tuple, of which kernels see the length:
+    it is there once up to SMALL_CAP, and twice above.
     """
     values: dict[str, Any] = {name: None if v == getattr(PLAIN, name) else v for name, v in options._asdict().items()}
     values["ignore_index"] = options.ignore_index
@@ -235,7 +216,6 @@ def option_arguments(options: LossOptions) -> LossOptions:
     if options.softcap is not None:
         largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
         is_off = largest <= 2e-4  # tanh(a) = a * (1 - a^2 / 3) is a in fp32
-        cap = options.softcap
-        record = SmallCap(cap) if cap <= SMALL_CAP else LargeCap(cap, cap)
-        values["softcap"] = None if is_off else record
+        n = 1 if options.softcap <= SMALL_CAP else 2
+        values["softcap"] = None if is_off else (options.softcap,) * n
     return LossOptions(**values)

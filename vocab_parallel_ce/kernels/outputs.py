@@ -42,14 +42,9 @@ from vocab_parallel_ce.blocks import (
 )
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, merged_ranks, summed_ranks
-from vocab_parallel_ce.kernels.launch import (
-    Launch,
-    Rows,
-    cache_launches,
-    row_arguments,
-    walk_launch,
-)
+from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes, clear_padding, locate, write
+from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.program import step
 from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -138,15 +133,12 @@ def gradient_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,
     IS_CUT: tl.constexpr,  # whether n_programs is not 1
-    ALIKE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SHAPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: ``[0.0900, -0.3348, 0.2447]``."""
     ops.begin(OVERLAPS)
-    row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
+    row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, SHAPE.LANES * SHAPE.VECTOR)
     label = ops.load_label(labels, row)
     live = row >= 0
     if label is not None:
@@ -159,10 +151,10 @@ def gradient_kernel(
     factors, live, target = LOSS.factors(
         merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options
     )
-    place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
+    place = locate(row, layout, other_layout, sizes.n_valid, SHAPE)
     of_row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least, grads)
-    write(place, factors, of_row, grad_logits, live, begin_tile, step, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
-    clear_padding(grad_logits, place, sizes, begin_tile, LANES)
+    write(place, factors, of_row, grad_logits, live, begin_tile, step, LOSS.gradient, SHAPE)
+    clear_padding(grad_logits, place, sizes, begin_tile, SHAPE.LANES)
 
 
 def outputs(loss: KernelLoss) -> Callable[..., None]:
@@ -170,7 +162,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
     launch_of = cache_launches(partial(_outputs, loss))
 
     def fill(
-        stats: tuple[Tensor, ...],
+        stats: Stats,
         targets: Any,
         divisor: Tensor | None,
         outputs: TokenOutputs,
@@ -210,12 +202,7 @@ def gradient(loss: KernelLoss) -> Callable[..., None]:
         return _gradient(loss, rows, block, n_programs > 1, strides, n_ranks, width, overlaps), n_programs
 
     def fill(
-        logits: Tensor,
-        targets: Any,
-        stats: tuple[Tensor, ...],
-        divisor: Tensor | None,
-        grads: GradOutputs,
-        grad_logits: Tensor,
+        logits: Tensor, targets: Any, stats: Stats, divisor: Tensor | None, grads: GradOutputs, grad_logits: Tensor
     ) -> None:
         """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it.
 
@@ -302,9 +289,7 @@ def element_mul_kernel(
     grad_output_stride,  # 0: one factor for all rows
     n_columns,
     n_rows,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
     row = tl.program_id(0).to(tl.int64)
@@ -314,9 +299,9 @@ def element_mul_kernel(
     while row < n_rows:
         factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
         if factor != 1.0:
-            place = locate(row, layout, None, n_columns, False, VECTOR)
-            step: tl.constexpr = LANES * VECTOR
-            write(place, factor, grad_logits, grad_logits, None, 0, step, scaled, HAS_EDGES, LANES, VECTOR)
+            place = locate(row, layout, None, n_columns, SHAPE)
+            step: tl.constexpr = SHAPE.LANES * SHAPE.VECTOR
+            write(place, factor, grad_logits, grad_logits, None, 0, step, scaled, SHAPE)
         row += tl.num_programs(0)
 
 

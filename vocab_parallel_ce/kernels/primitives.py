@@ -3,27 +3,11 @@
 Constants are literals: on its own launch path, Triton compares each global of a kernel with its compiled value.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-class SmallCap(NamedTuple):
-    """A softcap of at most SMALL_CAP, as kernels get it. They tell it from a ``LargeCap`` by its length."""
-
-    cap: float
-
-
-class LargeCap(NamedTuple):
-    """Any other. Triton 3.6 passes no None in a tuple of a tuple, so the number is there twice."""
-
-    cap: float
-    same: float
-
-
-SMALL_CAP = 64.0
+SMALL_CAP = 64.0  # the largest for which a softcap of 16-bit logits is fast
 
 
 @triton.jit
@@ -316,7 +300,7 @@ def transform(x, loss_options, temperature=None, threshold=None):
         scale = 1.0
         if loss_options.logit_scale is not None:
             scale = loss_options.logit_scale
-        cap = loss_options.softcap.cap
+        cap = loss_options.softcap[0]
         t, slope = capped(x, scale / cap, is_16_bit and len(loss_options.softcap) == 1)
         if temperature is not None:
             scale = tl.div_rn(scale, temperature)

@@ -26,6 +26,7 @@ from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, add_sums, as_they_are, in_units, load_sums, merged_ranks
 from vocab_parallel_ce.kernels.launch import Launch, Rows, begin_at_vectors, cache_launches
 from vocab_parallel_ce.kernels.walk import lane_pointers, locate, merge_parts, part_of_row, walk_edges, walk_parts
+from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.program import make
 from vocab_parallel_ce.spec import TokenOutputs
 
@@ -34,44 +35,29 @@ STORED_ROWS = 1024  # more are not faster: 256 x 128256 gains 1 % on one H200, 4
 
 
 @triton.jit
-def parts_of_row(
-    sizes, unit_width, LANES: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr
-):
+def parts_of_row(sizes, unit_width, SHAPE: tl.constexpr):
     """Return the parts of a row, or of each unit of it, and the columns of a part."""
-    width = LANES // max(UNITS, 1) * VECTOR * TILES
+    width = SHAPE.LANES // max(SHAPE.UNITS, 1) * SHAPE.VECTOR * SHAPE.TILES
     n_columns = sizes.n_valid
-    if UNITS > 0:
+    if SHAPE.UNITS > 0:
         n_columns = unit_width
     return tl.cdiv(n_columns, width), width
 
 
 @triton.jit
 def second_of_row(
-    place,
-    row,
-    stats,
-    parts,
-    n_parts,
-    pointer,
-    LOSS: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-    TILES: tl.constexpr,
-    UNROLLED: tl.constexpr,
+    place, row, stats, parts, n_parts, pointer, LOSS: tl.constexpr, SHAPE: tl.constexpr, UNROLLED: tl.constexpr
 ):
     """Store a row's two sums of the second exchange at ``pointer``. ``parts``: pointers, or None."""
+    LANES: tl.constexpr = SHAPE.LANES
     zeros = tl.zeros([LANES], tl.float32)
     both = (row, stats)
     if parts is None:
-        sums = walk_parts(
-            place, (zeros, zeros), both, None, LOSS.second, add_sums, HAS_EDGES, LANES, VECTOR, UNITS, TILES
-        )
+        sums = walk_parts(place, (zeros, zeros), both, None, LOSS.second, add_sums, SHAPE)
     else:
         sums = merge_parts(parts, n_parts, (zeros, zeros), None, load_sums, add_sums, 2, UNROLLED)
-    sums = walk_edges(place, sums, both, LOSS.second, HAS_EDGES, LANES, VECTOR, UNITS)
-    sums = ops.merge_tree(LOSS.merge_second(in_units(sums, UNITS)), None, add_sums, as_they_are)
+    sums = walk_edges(place, sums, both, LOSS.second, SHAPE)
+    sums = ops.merge_tree(LOSS.merge_second(in_units(sums, SHAPE.UNITS)), None, add_sums, as_they_are)
     tl.store(pointer, sums[0])
     tl.store(pointer + 1, sums[1])
 
@@ -97,18 +83,13 @@ def part_kernel(
     FIELDS: tl.constexpr,  # that a lane stores
     WIDTH: tl.constexpr,  # K of stats, 0 without
     RANKS: tl.constexpr,
-    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
-    TILES: tl.constexpr,  # of a part
-    ALIKE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SHAPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
     ops.begin(OVERLAPS)
     program = tl.program_id(0)
-    n_parts, width = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
+    n_parts, width = parts_of_row(sizes, unit_width, SHAPE)
     index, begin = (program // n_parts).to(tl.int64), program % n_parts * width
     label = ops.load_label(labels, index)
     live, n_columns = index >= 0, sizes.n_valid
@@ -117,18 +98,18 @@ def part_kernel(
         n_columns = tl.where(live, n_columns, 0)  # nothing of an ignored row is read
     t = ops.row_temperature(temperature, index, live)
     least = ops.row_least(threshold, index, live)
-    place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
-    target = LOSS.target(place, label, shard_start, VECTOR)
+    place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
+    target = LOSS.target(place, label, shard_start, SHAPE.VECTOR)
     row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
     if stats is None:
-        lanes = part_of_row(place, begin, row, LOSS.tile, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
-        LOSS.store_lanes(lane_pointers(parts, program, FIELDS, LANES), lanes, loss_options, LANES)
+        lanes = part_of_row(place, begin, row, LOSS.tile, SHAPE)
+        LOSS.store_lanes(lane_pointers(parts, program, FIELDS, SHAPE.LANES), lanes, loss_options, SHAPE.LANES)
     else:
         merged = merged_ranks(stats, index, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
-        sums = part_of_row(place, begin, (row, merged), LOSS.second, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
-        pointers = lane_pointers(parts, program, 2, LANES)
+        sums = part_of_row(place, begin, (row, merged), LOSS.second, SHAPE)
+        pointers = lane_pointers(parts, program, 2, SHAPE.LANES)
         tl.store(pointers, sums[0])
-        tl.store(pointers + LANES, sums[1])
+        tl.store(pointers + SHAPE.LANES, sums[1])
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
@@ -159,13 +140,8 @@ def statistics_kernel(
     stats_start,  # this rank's first row in stats
     LOSS: tl.constexpr,  # Algebra
     FIELDS: tl.constexpr,  # that a lane stores
-    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
-    TILES: tl.constexpr,  # of a part
     UNROLLED: tl.constexpr,  # parts that are loaded together
-    ALIKE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SHAPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Example, labels: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
@@ -182,38 +158,23 @@ def statistics_kernel(
         n_columns = tl.where(live, n_columns, 0)  # nothing of an ignored row is read
     t = ops.row_temperature(temperature, index, live)
     least = ops.row_least(threshold, index, live)
-    place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
-    target = LOSS.target(place, label, shard_start, VECTOR)
+    place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
+    target = LOSS.target(place, label, shard_start, SHAPE.VECTOR)
     row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
-    lanes = LOSS.empty(row, place, LANES)
+    lanes = LOSS.empty(row, place, SHAPE.LANES)
     if parts is None:
-        lanes = walk_parts(
-            place,
-            lanes,
-            row,
-            loss_options,
-            LOSS.tile,
-            LOSS.merge_lanes,
-            HAS_EDGES,
-            LANES,
-            VECTOR,
-            UNITS,
-            TILES,
-            UNROLLED,
-        )
+        lanes = walk_parts(place, lanes, row, loss_options, LOSS.tile, LOSS.merge_lanes, SHAPE, UNROLLED)
     else:
-        n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
-        pointers = lane_pointers(parts, index * n_parts, FIELDS, LANES)
+        n_parts, _ = parts_of_row(sizes, unit_width, SHAPE)
+        pointers = lane_pointers(parts, index * n_parts, FIELDS, SHAPE.LANES)
         lanes = merge_parts(pointers, n_parts, lanes, loss_options, LOSS.load_lanes, LOSS.merge_lanes, FIELDS, UNROLLED)
-    merged = LOSS.finish(lanes, row, place, label, shard_start, sizes, loss_options, HAS_EDGES, LANES, VECTOR, UNITS)
+    merged = LOSS.finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE)
     LOSS.store(stats + (stats_start + index) * stats_width, merged, loss_options, 1)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
         LOSS.outputs(outputs, index, None, merged, None, label, None, sizes, loss_options)
     if second is not None:
-        second_of_row(
-            place, row, merged, None, 0, second + 2 * index, LOSS, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED
-        )
+        second_of_row(place, row, merged, None, 0, second + 2 * index, LOSS, SHAPE, UNROLLED)
 
 
 @triton.jit(do_not_specialize=["n_rows", "second_start"])
@@ -234,13 +195,8 @@ def second_kernel(
     LOSS: tl.constexpr,  # Algebra
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,
-    UNITS: tl.constexpr,  # of the row, 32 lanes each; 0: the row is no whole units
-    TILES: tl.constexpr,  # of a part
     UNROLLED: tl.constexpr,  # parts that are loaded together
-    ALIKE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
     index = tl.program_id(0).to(tl.int64)
@@ -249,13 +205,13 @@ def second_kernel(
     n_columns = sizes.n_valid
     if label is not None:
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    place = locate(index, layout, other_layout, n_columns, ALIKE, VECTOR, unit_width, UNITS)
+    place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
     row = Row(logits, other, None, None, sizes.vocab_size, loss_options, None, None)
-    n_parts, _ = parts_of_row(sizes, unit_width, LANES, VECTOR, UNITS, TILES)
+    n_parts, _ = parts_of_row(sizes, unit_width, SHAPE)
     if parts is not None:
-        parts = lane_pointers(parts, index * n_parts, 2, LANES)
+        parts = lane_pointers(parts, index * n_parts, 2, SHAPE.LANES)
     pointer = second + 2 * (second_start + index)
-    second_of_row(place, row, merged, parts, n_parts, pointer, LOSS, HAS_EDGES, LANES, VECTOR, UNITS, TILES, UNROLLED)
+    second_of_row(place, row, merged, parts, n_parts, pointer, LOSS, SHAPE, UNROLLED)
 
 
 def statistics(loss: KernelLoss) -> Callable[..., None]:
@@ -270,13 +226,7 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
         part = _launch_of_parts(loss, rows, block, loss.n_lane_fields or width) if block.is_cut else None
         return block, _launch(loss, rows, block, width), part
 
-    def fill(
-        logits: Tensor,
-        targets: Any,
-        stats: tuple[Tensor, ...],
-        rank: int,
-        outputs: TokenOutputs = NOT_STORED,
-    ) -> None:
+    def fill(logits: Tensor, targets: Any, stats: Stats, rank: int, outputs: TokenOutputs = NOT_STORED) -> None:
         """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``: the first K of each row's numbers.
 
         ``outputs``, if given, are filled too: of a single rank and exchange, unreduced.
@@ -302,7 +252,7 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
 def second(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the second exchange's sums."""
 
-    def fill(logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
+    def fill(logits: Tensor, targets: Any, stats: Stats, rank: int) -> None:
         """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
         n_ranks, n_rows, width = stats[0].shape
         tensors, rows = loss.read(logits, targets)
@@ -327,9 +277,8 @@ def _block(loss: KernelLoss, rows: Rows, n_rows: int, size: int, rank: int, n_ra
 @cache_launches
 def _launch(loss: KernelLoss, rows: Rows, block: Block, width: int) -> Launch:
     at_once, compiler = _parts_at_once(loss, block, block.has_edges(loss.shard, rows.has_edges))
-    values, constants = _of_block(loss, block)
-    constants = {"FIELDS": loss.n_lane_fields or width, **constants, "UNROLLED": at_once}
-    return loss.launch(statistics_kernel, rows, (*values, width), block, constants, compiler)
+    constants = {"FIELDS": loss.n_lane_fields or width, "UNROLLED": at_once}
+    return loss.launch(statistics_kernel, rows, (_unit_width(loss, block), width), block, constants, compiler)
 
 
 def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int, dict[str, Any]]:
@@ -359,21 +308,17 @@ def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int
 
 @cache_launches
 def _second(loss: KernelLoss, rows: Rows, block: Block, n_ranks: int, width: int) -> Launch:
-    values, constants = _of_block(loss, block)
-    constants = {"WIDTH": width, "RANKS": n_ranks, **constants, "UNROLLED": PARTS_AT_ONCE}
-    return loss.launch(second_kernel, rows, values, block, constants)
+    constants = {"WIDTH": width, "RANKS": n_ranks, "UNROLLED": PARTS_AT_ONCE}
+    return loss.launch(second_kernel, rows, (_unit_width(loss, block),), block, constants)
 
 
 @cache_launches
 def _launch_of_parts(
     loss: KernelLoss, rows: Rows, block: Block, fields: int, n_ranks: int = 1, width: int = 0
 ) -> Launch:
-    values, constants = _of_block(loss, block)
-    constants = {"FIELDS": fields, "WIDTH": width, "RANKS": n_ranks, **constants}
-    return loss.launch(part_kernel, rows, values, block, constants, {"overlaps": True})
+    constants = {"FIELDS": fields, "WIDTH": width, "RANKS": n_ranks}
+    return loss.launch(part_kernel, rows, (_unit_width(loss, block),), block, constants, {"overlaps": True})
 
 
-def _of_block(loss: KernelLoss, block: Block) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Return the values and constants that a launch shape gives to all kernels of the statistics."""
-    unit_width = loss.shard.n_columns // max(block.units, 1)
-    return (unit_width,), {"UNITS": block.units, "TILES": block.tiles}
+def _unit_width(loss: KernelLoss, block: Block) -> int:
+    return loss.shard.n_columns // max(block.units, 1)

@@ -58,61 +58,43 @@ def column_of(label, shard_start, n_columns):
 
 
 @triton.jit
-def locate(
-    row,
-    layout,
-    other_layout,
-    n_columns,
-    ALIKE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    unit_width=0,
-    UNITS: tl.constexpr = 0,
-):
-    """Return the ``Place`` of ``row`` (int64); ``other_layout`` is None if there is one tensor.
-
-    UNITS is 0 where the row is no whole units, or the walk does not depend on it.
-    """
+def locate(row, layout, other_layout, n_columns, SHAPE: tl.constexpr, unit_width=0):
+    """Return the ``Place`` of ``row`` (int64); ``other_layout`` is None if there is one tensor."""
     begin = ops.row_begin(row, layout)
-    if UNITS == 0:
-        first, width = ops.row_body(begin, n_columns, VECTOR)
+    if SHAPE.UNITS == 0:
+        first, width = ops.row_body(begin, n_columns, SHAPE.VECTOR)
     else:
-        first, width = ops.unit_body(begin, n_columns, VECTOR)
+        first, width = ops.unit_body(begin, n_columns, SHAPE.VECTOR)
     other_begin, other_first = begin, first
     if other_layout is not None:
         other_begin = ops.row_begin(row, other_layout)
         other_first = other_begin + (first - begin)
-        if ALIKE:
+        if SHAPE.ALIKE:
             # The same number, and the compiler sees that it is a multiple.
-            other_first = other_first // VECTOR * VECTOR
+            other_first = other_first // SHAPE.VECTOR * SHAPE.VECTOR
     return Place(begin, n_columns, first, width, other_first, other_begin - begin, unit_width)
 
 
 @triton.jit
-def body_tile(
-    place,
-    begin,
-    live,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr = 0,
-):
+def body_tile(place, begin, live, SHAPE: tl.constexpr):
     """Return the ``Tile`` at ``begin`` of a row's body, and which of its columns there are.
 
     A row that is not ``live`` is not read; None is always.
     """
-    lane_vectors, lane_ends = tl.arange(0, LANES) * VECTOR, place.width
-    if UNITS > 0:
-        lane_vectors, lane_ends = ops.unit_lanes(place.width, place.unit_width, LANES, VECTOR)
+    lane_vectors, lane_ends = tl.arange(0, SHAPE.LANES) * SHAPE.VECTOR, place.width
+    if SHAPE.UNITS > 0:
+        lane_vectors, lane_ends = ops.unit_lanes(place.width, place.unit_width, SHAPE.LANES, SHAPE.VECTOR)
     vectors = begin + lane_vectors
-    columns = begin + (lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :])
+    columns = begin + (lane_vectors[:, None] + tl.arange(0, SHAPE.VECTOR)[None, :])
     vector_inside = vectors < lane_ends
     inside = columns < place.width
-    if UNITS > 0:
+    if SHAPE.UNITS > 0:
         inside &= vector_inside[:, None]
     is_read = inside if live is None else inside & live
     # Without edges before it the body begins with column 0, and the compiler sees that columns are aligned.
-    column = columns + (place.first - place.begin).to(tl.int32) if HAS_EDGES and UNITS == 0 else columns
+    column = columns
+    if SHAPE.HAS_EDGES and SHAPE.UNITS == 0:
+        column = columns + (place.first - place.begin).to(tl.int32)
     return Tile(place.first, place.other_first, columns, column, is_read, vectors, vector_inside), inside
 
 
@@ -124,26 +106,17 @@ def edge_tile(place, offset, inside):
 
 
 @triton.jit
-def part_of_row(
-    place,
-    begin,
-    row,
-    TILE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Return ``state = TILE(state, tile, row)`` after TILES tiles from ``begin`` on, whose lanes keep their own states.
+def part_of_row(place, begin, row, TILE: tl.constexpr, SHAPE: tl.constexpr):
+    """Return ``state = TILE(state, tile, row)`` after the tiles of a part from ``begin`` on; the first state is None.
 
-    The first state is None.
+    Lanes keep their own states.
     """
-    width: tl.constexpr = LANES // max(UNITS, 1) * VECTOR
-    tile, _ = body_tile(place, begin, None, HAS_EDGES, LANES, VECTOR, UNITS)
+    TILES: tl.constexpr = SHAPE.TILES
+    width: tl.constexpr = SHAPE.LANES // max(SHAPE.UNITS, 1) * SHAPE.VECTOR
+    tile, _ = body_tile(place, begin, None, SHAPE)
     state = TILE(None, tile, row)
     for i in tl.static_range(1, TILES):
-        tile, _ = body_tile(place, begin + i * width, None, HAS_EDGES, LANES, VECTOR, UNITS)
+        tile, _ = body_tile(place, begin + i * width, None, SHAPE)
         state = TILE(state, tile, row)
     return state
 
@@ -156,19 +129,16 @@ def walk_parts(
     loss_options,
     TILE: tl.constexpr,
     MERGE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-    TILES: tl.constexpr,
+    SHAPE: tl.constexpr,
     UNROLLED: tl.constexpr = 1,
 ):
     """Return ``state = MERGE(state, part, loss_options)`` after all parts of a body; UNROLLED are loaded together."""
+    width: tl.constexpr = SHAPE.LANES // max(SHAPE.UNITS, 1) * SHAPE.VECTOR * SHAPE.TILES
     end = place.width
-    if UNITS > 0:
+    if SHAPE.UNITS > 0:
         end = tl.minimum(end, place.unit_width)
-    for begin in tl.range(0, end, LANES // max(UNITS, 1) * VECTOR * TILES, loop_unroll_factor=UNROLLED):
-        part = part_of_row(place, begin, row, TILE, HAS_EDGES, LANES, VECTOR, UNITS, TILES)
+    for begin in tl.range(0, end, width, loop_unroll_factor=UNROLLED):
+        part = part_of_row(place, begin, row, TILE, SHAPE)
         state = MERGE(state, part, loss_options)
     return state
 
@@ -196,21 +166,13 @@ def merge_parts(
 
 
 @triton.jit
-def walk_edges(
-    place,
-    state,
-    row,
-    TILE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    UNITS: tl.constexpr,
-):
+def walk_edges(place, state, row, TILE: tl.constexpr, SHAPE: tl.constexpr):
     """Return ``TILE(state, tile, row)`` of a row's edges."""
-    if HAS_EDGES:
+    VECTOR: tl.constexpr = SHAPE.VECTOR
+    if SHAPE.HAS_EDGES:
         # 16 vectors. States have a lane for each row of a tile, so their tile is a whole one.
-        lane = ops.tile_columns(LANES, VECTOR)
-        if UNITS == 0:
+        lane = ops.tile_columns(SHAPE.LANES, VECTOR)
+        if SHAPE.UNITS == 0:
             offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
             inside &= lane < 16 * VECTOR
             tile = edge_tile(place, offset, inside)
@@ -225,28 +187,17 @@ def walk_edges(
 
 
 @triton.jit
-def write(
-    place,
-    state,
-    row,
-    out,
-    live,
-    begin,
-    step,
-    TILE: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+def write(place, state, row, out, live, begin, step, TILE: tl.constexpr, SHAPE: tl.constexpr):
     """Store ``TILE(state, tile, row)`` in the tiles at ``begin``, ``begin + step``, ... of a row; from 0, in its edges.
 
     ``out`` is a pointer to the first tensor or one like it. A row that is not ``live`` is not read; None is always.
     """
     for tile_begin in range(begin, place.width, step):
-        tile, inside = body_tile(place, tile_begin, live, HAS_EDGES, LANES, VECTOR)
+        tile, inside = body_tile(place, tile_begin, live, SHAPE)
         values = TILE(state, tile, row).to(out.dtype.element_ty)
         tl.store(out + tile.first + tile.at, values, inside)
-    if HAS_EDGES:
+    VECTOR: tl.constexpr = SHAPE.VECTOR
+    if SHAPE.HAS_EDGES:
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
         inside &= begin == 0

@@ -19,12 +19,13 @@ from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Tokens, at, in_order, register
 
+Stats = tuple[Any, ...]  # of each exchange, [R, N, K] on all ranks
+
 
 class Launchers(NamedTuple):
     """What computes a loss in one implementation, for one shard and its options.
 
-    ``stats`` are the statistics of each exchange, ``[R, N, K]``; ``targets`` are the loss's;
-    ``outputs`` and ``grads`` are the records ``TokenOutputs`` and ``GradOutputs``.
+    ``targets`` are the loss's, ``outputs`` and ``grads`` the records ``TokenOutputs`` and ``GradOutputs``.
     """
 
     # (logits, targets, stats, rank): fills stats[0][rank], of a single rank all of them. Of at most stored_rows also

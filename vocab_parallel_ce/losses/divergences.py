@@ -42,16 +42,7 @@ from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import (
-    INF,
-    NAN,
-    NEG_INF,
-    _bounded,
-    _finite_or_zero,
-    _outside,
-    _raised_by,
-    is_ignored,
-)
+from vocab_parallel_ce.spec import INF, NAN, NEG_INF, _bounded, _finite_or_zero, _outside, _raised_by, is_ignored
 from vocab_parallel_ce.targets import Role, Tokens
 
 DIVERGENCES = ("forward", "reverse", "js")
@@ -281,7 +272,6 @@ def divergence_options(settings: Settings) -> DivergenceOptions:
 
 
 def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
-    """Check that a hard weight has labels."""
     if settings.hard_weight and labels is None:
         divergence_options(settings)  # a wrong number is named first
         raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")

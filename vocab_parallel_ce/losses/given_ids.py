@@ -12,7 +12,6 @@ close to 1.
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Annotated, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.losses.base import Launchers, Loss, Stats
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -49,63 +48,112 @@ class IdsOptions(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the statistics of all ranks come to."""
+    """What the statistics of all ranks come to; in a kernel of one row, a lane for each id."""
 
     row_max: Tensor  # [N] largest z
     z: Tensor  # [N, k], -inf for an id that is not in the vocabulary
-    best: Tensor  # [N] largest of these
     others: Tensor  # [N] sum of exp(z - row_max) over the columns except one that has the largest given z
-
-    @property
-    def sum_exp(self) -> Tensor:
-        return self.others + (self.best - _finite_or_zero(self.row_max)).exp()
-
-    @property
-    def log_sum(self) -> Tensor:
-        """Log of the sum: the digits of ``others`` survive if a given id has ``row_max``."""
-        return (self.others + ((self.best - _finite_or_zero(self.row_max)).exp() - 1)).log1p()
+    best_term: Tensor  # [N] that column's
 
 
 class GivenIds:
     """Launchers around those of cross-entropy; :class:`Launchers` says what each fills.
 
-    ``parts`` is a module with four functions: this one, or that of kernels.
+    Kernels override the last four functions. ``columns`` are ``[N, k]``, negative if not owned.
     """
 
     def __init__(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> None:
         self.options, self.shard = options, shard
         self.softmax = LABELS.launchers(options.softmax, shard, kernels)
-        self.parts = sys.modules[__name__] if kernels is None else kernels.given_ids
 
-    def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int) -> None:
-        label, *of_rank = self.parts.best_ids(logits, targets, stats[0], rank, self.options, self.shard)
+    def statistics(self, logits: Tensor, targets: Ids, stats: Stats, rank: int) -> None:
+        label, *of_rank = self.best_ids(logits, targets, stats[0], rank)
         self.softmax.statistics(logits, Labels(label, temperature=targets.temperature), *of_rank)
 
     def outputs(
-        self,
-        stats: tuple[Tensor],
-        targets: Ids,
-        divisor: Tensor | None,
-        outputs: TokenOutputs,
-        total: Tensor | None = None,
+        self, stats: Stats, targets: Ids, divisor: Tensor | None, outputs: TokenOutputs, total: Tensor | None = None
     ) -> None:
-        self.parts.log_probs(stats[0], targets, outputs.loss, self.options, self.shard)
+        self.log_probs(stats[0], targets, outputs.loss)
 
     def gradient(
         self,
         logits: Tensor,
         targets: Ids,
-        stats: tuple[Tensor],
+        stats: Stats,
         divisor: Tensor | None,
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
         assert grads.loss is not None
-        of_columns = self.parts.column_gradients(logits, targets, stats[0], grads.loss, self.options, self.shard)
-        columns, values, merged, weight, label = of_columns
+        columns, values, merged, weight, label = self.column_gradients(logits, targets, stats[0], grads.loss)
         labels = Labels(label, temperature=targets.temperature)
         self.softmax.gradient(logits, labels, (merged,), None, GradOutputs(weight), grad_logits)
-        self.parts.write_columns(columns, values, grad_logits)
+        self.write_columns(columns, values, grad_logits)
+
+    def columns(self, targets: Ids) -> Tensor:
+        """Return ``[N, k]`` columns of this rank, or what stands for one that is not among them."""
+        ids, shard = targets.ids.long(), self.shard
+        columns = ids - shard.start
+        columns = columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
+        columns = columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
+        return columns.masked_fill_(spec.is_ignored(ids, self.options.ignore_index), IGNORED)
+
+    def best_ids(self, logits: Tensor, targets: Ids, stats: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor], int]:
+        """Store z into ``stats [R, N, 3 + k]``; return what cross-entropy's statistics take.
+
+        These are a label ``[N]``, this rank's id with the largest z, IGNORED if all are, and where the statistics are.
+        """
+        columns, shard = self.columns(targets), self.shard
+        z, _ = z_at(logits, columns, at_rows(self.options.softmax, targets.temperature))
+        stats[rank, :, 3:] = z
+        label = columns.gather(-1, z.max(dim=-1, keepdim=True).indices).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
+        # As those of one rank: no sum is cut into units.
+        return label.masked_fill_(is_dead(columns), IGNORED), (stats[rank : rank + 1],), 0
+
+    def log_probs(self, stats: Tensor, targets: Ids, values: Tensor) -> None:
+        """Fill ``values [..., k]`` from the statistics of all ranks."""
+        columns, known = self.columns(targets), merged_ids(stats)
+        log_sum = (known.others + (known.best_term - 1)).log1p()  # the digits of others survive if an id has row_max
+        z = (known.z - known.row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
+        z = z.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
+        values.copy_(z.view(values.shape))
+
+    def column_gradients(self, logits: Tensor, targets: Ids, stats: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
+        """Return ``[N, k]`` columns and their gradients, equal ones of equal columns, and what cross-entropy's takes.
+
+        These are the statistics ``[1, N, 3]`` of the whole vocabulary, what multiplies the softmax ``[N]``, and a label
+        ``[N]`` whose column is written again; if none of the columns is owned, it is another rank's.
+        """
+        columns, known, shard = self.columns(targets), merged_ids(stats), self.shard
+        dead = is_dead(columns)
+        grad_values = grads.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
+        z, slope = z_at(logits, columns, at_rows(self.options.softmax, targets.temperature))
+        is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
+        other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.others + known.best_term
+        total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
+        shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
+        s = shifted.exp() / sum_exp.unsqueeze(-1)
+        values = sum_of_equals(columns, grad_values) - s * total.unsqueeze(-1)
+        # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
+        best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
+        values = torch.where(s > 0.5, best_value, values)
+        values = values * slope
+        values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
+        merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
+        last = columns.amax(dim=-1)
+        label = torch.where(last < 0, (shard.start + shard.n_valid) % shard.vocab_size, last + shard.start)
+        return columns, values, merged, -total, label.masked_fill_(dead, IGNORED)
+
+    def write_columns(self, columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
+        """Write ``values [N, k]`` into ``columns [N, k]`` of ``grad_logits [..., C]``."""
+        # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
+        # none, column 0 stays.
+        values, owned = values.to(grad_logits.dtype), columns >= 0
+        last, place = columns.max(dim=-1, keepdim=True)
+        last_value = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
+        values, columns = torch.where(owned, values, last_value), torch.where(owned, columns, last.clamp(min=0))
+        shape = *grad_logits.shape[:-1], columns.shape[-1]
+        grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
 
 
 class GivenIdsLoss(Loss):
@@ -121,7 +169,8 @@ class GivenIdsLoss(Loss):
         return (options.n_ids,)
 
     def launchers(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        launch, widths = GivenIds(options, shard, kernels), tuple(map(len, self.exchanges(options)))
+        kind = GivenIds if kernels is None else kernels.given_ids.KernelIds
+        launch, widths = kind(options, shard, kernels), tuple(map(len, self.exchanges(options)))
         return Launchers(launch.statistics, launch.outputs, launch.gradient, launch.softmax.element_mul, widths=widths)
 
     def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
@@ -132,82 +181,6 @@ class GivenIdsLoss(Loss):
 
 
 GIVEN_IDS = GivenIdsLoss()
-
-
-# The parts of the launchers. ``columns`` are ``[N, k]``, negative if not owned.
-
-
-def best_ids(
-    logits: Tensor, targets: Ids, stats: Tensor, rank: int, options: IdsOptions, shard: VocabShard
-) -> tuple[Tensor, tuple[Tensor], int]:
-    """Store z into ``stats [R, N, 3 + k]``; return what cross-entropy's statistics take.
-
-    These are a label ``[N]``, this rank's id with the largest z, IGNORED if all are, and where the statistics are.
-    """
-    columns = columns_of(targets, options, shard)
-    z, _ = z_at(logits, columns, at_rows(options.softmax, targets.temperature))
-    stats[rank, :, 3:] = z
-    label = columns.gather(-1, z.max(dim=-1, keepdim=True).indices).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
-    # As those of one rank: no sum is cut into units.
-    return label.masked_fill_(is_dead(columns), IGNORED), (stats[rank : rank + 1],), 0
-
-
-def log_probs(stats: Tensor, targets: Ids, values: Tensor, options: IdsOptions, shard: VocabShard) -> None:
-    """Fill ``values [..., k]`` from the statistics of all ranks."""
-    columns, known = columns_of(targets, options, shard), merged_ids(stats)
-    z = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
-    z = z.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
-    values.copy_(z.view(values.shape))
-
-
-def column_gradients(
-    logits: Tensor, targets: Ids, stats: Tensor, grads: Tensor, options: IdsOptions, shard: VocabShard
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``[N, k]`` columns and their gradients, equal ones of equal columns, and what cross-entropy's takes.
-
-    These are the statistics ``[1, N, 3]`` of the whole vocabulary, what multiplies the softmax ``[N]``, and a label
-    ``[N]`` whose column is written again; if none of the columns is owned, it is another rank's.
-    """
-    columns, known = columns_of(targets, options, shard), merged_ids(stats)
-    dead = is_dead(columns)
-    grad_values = grads.expand_as(columns).masked_fill(columns == IGNORED, 0.0)
-    z, slope = z_at(logits, columns, at_rows(options.softmax, targets.temperature))
-    is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-    other_total, sum_exp = grad_values.masked_fill(is_best, 0.0).sum(dim=-1), known.sum_exp
-    total = grad_values.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
-    shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
-    s = shifted.exp() / sum_exp.unsqueeze(-1)
-    values = sum_of_equals(columns, grad_values) - s * total.unsqueeze(-1)
-    # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
-    best_value = (known.others / sum_exp * total - other_total).unsqueeze(-1)
-    values = torch.where(s > 0.5, best_value, values)
-    values = values * slope
-    values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
-    merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
-    last = columns.amax(dim=-1)
-    label = torch.where(last < 0, (shard.start + shard.n_valid) % shard.vocab_size, last + shard.start)
-    return columns, values, merged, -total, label.masked_fill_(dead, IGNORED)
-
-
-def write_columns(columns: Tensor, values: Tensor, grad_logits: Tensor) -> None:
-    """Write ``values [N, k]`` into ``columns [N, k]`` of ``grad_logits [..., C]``."""
-    # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
-    # none, column 0 stays.
-    values, owned = values.to(grad_logits.dtype), columns >= 0
-    last, place = columns.max(dim=-1, keepdim=True)
-    last_value = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
-    values, columns = torch.where(owned, values, last_value), torch.where(owned, columns, last.clamp(min=0))
-    shape = *grad_logits.shape[:-1], columns.shape[-1]
-    grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
-
-
-def columns_of(targets: Ids, options: IdsOptions, shard: VocabShard) -> Tensor:
-    """Return ``[N, k]`` columns of this rank, or what stands for one that is not among them."""
-    ids = targets.ids.long()
-    columns = ids - shard.start
-    columns = columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
-    columns = columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
-    return columns.masked_fill_(spec.is_ignored(targets.ids, options.ignore_index), IGNORED)
 
 
 def is_dead(columns: Tensor) -> Tensor:
@@ -231,7 +204,7 @@ def merged_ids(stats: Tensor) -> Known:
     # One rank's best is the best of all: its term is not among the others'.
     is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, rank_best.argmax(0, keepdim=True), True)
     others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
-    return Known(row_max, z, z.amax(dim=-1), others)
+    return Known(row_max, z, others, (z.amax(dim=-1) - shift).exp())
 
 
 def sum_of_equals(columns: Tensor, values: Tensor) -> Tensor:

@@ -233,21 +233,16 @@ def one_pass(
 
 @cache_launches
 def _launch(
-    element_size: int,
-    n_columns: int,
-    layout: tuple[int, ...],
-    counted: bool,
-    options: LossOptions,
-    config: Config,
+    element_size: int, n_columns: int, layout: RowLayout, counted: bool, options: LossOptions, config: Config
 ) -> Launch:
     vector = VECTOR_BYTES // element_size
     lanes = THREADS_PER_WARP * config.num_warps
     chunks = -(-n_columns // vector * vector // (lanes * vector))
-    has_edges = n_columns % vector != 0 or RowLayout(*layout).pitch % vector != 0
+    has_edges = n_columns % vector != 0 or layout.pitch % vector != 0
     register_chunks = min(config.register_chunks, chunks)
     sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges)
     constants = {"COUNTED": counted, **sizes._asdict(), "LANES": lanes, "VECTOR": vector}
-    values = (RowLayout(*layout), n_columns, options)
+    values = (layout, n_columns, options)
     # All programs of a multiprocessor must fit at once; the compiler does not know how many there are.
     threads = THREADS_PER_WARP * config.num_warps * config.programs_per_sm
     registers = min(REGISTERS_OF_SM // threads // 8 * 8, REGISTERS_OF_THREAD)  # a warp gets eights of them

@@ -84,7 +84,6 @@ def copies_in_flight(chunk, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT):
 
 @gluon.jit
 def merge_lanes(max_a, sum_a, max_b, sum_b):
-    """Merge the statistics of two lanes."""
     row_max = tl.maximum(max_a, max_b)
     shift = ops.finite_or_zero(row_max)
     return row_max, sum_a * ops.exp_shifted(max_a, shift) + sum_b * ops.exp_shifted(max_b, shift)
@@ -125,7 +124,6 @@ def label_lanes_of(LANES: gl.constexpr, VECTOR: gl.constexpr):
 
 @gluon.jit
 def lanes_of(walk):
-    """Return the numbers of the lanes."""
     return gl.arange(0, walk.lane_columns.shape[0], layout=gl.SliceLayout(1, walk.lane_columns.type.layout))
 
 

@@ -26,6 +26,7 @@ import torch._dynamo  # as in a program that compiles something
 
 import vocab_parallel_ce as vp
 from vocab_parallel_ce.kernels import launch
+from vocab_parallel_ce.program import Step
 
 PACKAGE = str(Path(vp.__file__).parent)
 IN_C = "".format  # takes any arguments and ignores them
@@ -46,9 +47,9 @@ def stub_launches() -> None:
     def init(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
         make(self, _NoKernel(), *args, **kwargs)
 
-    variant = launch.Variant(IN_C, (), False, abs, None)
+    variant = Step(IN_C, 0, abs)
     launch.Launch.__init__ = init  # type: ignore[method-assign]
-    launch.Variant.of = classmethod(lambda cls, compiled: variant)  # type: ignore[method-assign, assignment]
+    launch.step_of = lambda compiled: variant
 
 
 def calls() -> dict[str, Callable[[], object]]:

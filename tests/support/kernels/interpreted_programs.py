@@ -16,7 +16,7 @@ from vocab_parallel_ce.program import Step, recording
 
 
 def step_of(launch: Launch, n_programs: int, sizes: Any, dtypes: tuple[Any, ...]) -> Step:
-    """What stands for ``Variant.step``: an interpreted kernel that gets addresses."""
+    """What stands for a Launch's step: an interpreted kernel that gets addresses."""
 
     def run(*arguments: Any) -> None:
         tensors = [_at(*each) for each in zip(arguments[4:], dtypes, strict=True)]
@@ -40,12 +40,12 @@ def interpreted_programs() -> Iterator[None]:
 
     def recorded(self: Launch, n_programs: int, tensors: Any, sizes: Any) -> None:
         launch(self, n_programs, tensors, sizes)
-        record = recording.record
+        steps = recording.steps
         given = [tensor for tensor in tensors if tensor is not None]
-        if record is None or not n_programs or any(tensor.data_ptr() % VECTOR_BYTES for tensor in given):
+        if steps is None or not n_programs or any(tensor.data_ptr() % VECTOR_BYTES for tensor in given):
             return
         dtypes = tuple([None if t is None else t.dtype for t in tensors])
-        record.steps[-1] = step_of(self, n_programs, sizes, dtypes), tensors
+        steps[-1] = step_of(self, n_programs, sizes, dtypes), tensors
 
     with patch.object(Launch, "__call__", recorded):
         yield

@@ -23,6 +23,7 @@ from tests.support.kernels.variant import (
 )
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, UNIT_PARTS_AT_ONCE, gradient_shape
 from vocab_parallel_ce.kernels.rows import NOT_STORED
+from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.divergences import DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
 from vocab_parallel_ce.one_pass import WIDTHS, config_of
@@ -270,6 +271,7 @@ def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = F
     divisor = torch.int32 if call == "num_items" else None
     dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
-    launch = _launch(DTYPES[dtype].itemsize, n_columns, (0, 1, 1, n_columns, 0, 0), call == "mean", options, config)
+    layout = RowLayout(0, 1, 1, n_columns, 0, 0)
+    launch = _launch(DTYPES[dtype].itemsize, n_columns, layout, call == "mean", options, config)
     name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
     return Variant(name, launch, dtypes, config.programs_per_sm)

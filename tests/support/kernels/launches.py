@@ -14,11 +14,13 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 PLAIN = "launched"
+WALKS = ("SHAPE", "HAS_EDGES")  # either is a parameter of a kernel that walks rows
 ROWS = ("several tiles", "edges", "no edges", "padded")
 
 
@@ -87,8 +89,9 @@ def wanted() -> set[Entry]:
     """Everything that there is to launch."""
     entries = set()
     for name, (kernel, algebra) in kernels().items():
+        kinds = ROWS if any(takes(kernel, each) for each in WALKS) else (PLAIN,)
         for option in options_of(kernel, algebra):
-            entries |= {Entry(name, option, rows) for rows in (ROWS if takes(kernel, "HAS_EDGES") else (PLAIN,))}
+            entries |= {Entry(name, option, rows) for rows in kinds}
     return entries
 
 
@@ -106,8 +109,9 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
 
 def _rows(given: dict[str, Any], tensors: tuple[Any, ...]) -> set[str]:
     """Of which kind the rows of a launch are."""
-    if "HAS_EDGES" not in given:
+    if not any(each in given for each in WALKS):
         return {PLAIN}
+    shape = given["SHAPE"] if "SHAPE" in given else SimpleNamespace(**given)
     if "sizes" in given:
         n_columns, n_valid = given["sizes"].n_columns, given["sizes"].n_valid
         n_columns = n_valid if n_columns is None else n_columns
@@ -115,9 +119,9 @@ def _rows(given: dict[str, Any], tensors: tuple[Any, ...]) -> set[str]:
         n_columns, n_valid = tensors[0].shape[-1], given["n_columns"]  # of logits off a boundary, 1
     rows = {"padded"} if n_columns > n_valid else set()
     # A body may be without a head of 8 vectors and a part of one.
-    if n_valid - 9 * given["VECTOR"] > given["LANES"] * given["VECTOR"]:
+    if n_valid - 9 * shape.VECTOR > shape.LANES * shape.VECTOR:
         rows.add("several tiles")
-    return rows | {"edges" if given["HAS_EDGES"] else "no edges"}
+    return rows | {"edges" if shape.HAS_EDGES else "no edges"}
 
 
 @contextmanager

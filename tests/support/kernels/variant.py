@@ -9,6 +9,7 @@ import torch
 
 from vocab_parallel_ce.blocks import Block, statistics_shape
 from vocab_parallel_ce.kernels.launch import Launch, Rows
+from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
@@ -39,7 +40,10 @@ class Variant(NamedTuple):
 
 
 # Of one tensor, without and with edges.
-ROWS = Rows((0, 1, 1, N_COLUMNS, 0, 0), False), Rows((0, 1, 1, N_COLUMNS + 3, 0, 0), True)
+ROWS = (
+    Rows(RowLayout(0, 1, 1, N_COLUMNS, 0, 0), False),
+    Rows(RowLayout(0, 1, 1, N_COLUMNS + 3, 0, 0), True),
+)
 
 
 def launch_of(file: str, maker: str, *key: Any) -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from vocab_parallel_ce.checks import check_bool, check_choice
-from vocab_parallel_ce.integrations import Report, check_known, of_head
+from vocab_parallel_ce.integrations import Report, check_known
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
-from vocab_parallel_ce.options import Settings, check_settings
+from vocab_parallel_ce.options import HEAD_FIELDS, HeadOptions, Settings, check_settings
 
 CORE = "megatron.core"
 LANGUAGE_MODULE = f"{CORE}.models.common.language_module.language_module"
@@ -37,9 +37,7 @@ LINEAR = {  # optional: no version has all of them, and MambaModel may inherit i
     f"{CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts": PREDICTIONS,
 }
 LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
-LEFT_OF_LINEAR = {
-    "output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is",
-}
+LEFT_OF_LINEAR = {"output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is"}
 OPTIONS = ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")
 OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
@@ -76,7 +74,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
     known = ("auto", "in_backward") if linear else ("auto", "in_backward", "out_of_place")
     check_choice("gradient", options.get("gradient", "auto"), known)
     if linear:
-        of_head(options)  # checks them
+        HeadOptions(**{name: value for name, value in options.items() if name in HEAD_FIELDS})  # checks them
     requested = {"linear": linear, **options}
     if _installed:
         if requested != _installed:

@@ -69,10 +69,10 @@ def tensor_parallel_group(head: nn.Linear, hooks: bool = True) -> Any:
         return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     if not has_hooks:
         return None
-    parallel = parallel_hooks(head)
-    if parallel is None or not all(layout.is_replicate() for layout in parallel.input_layouts):
+    group, layouts = parallel_hooks(head) or (None, ())
+    if group is None or not all(layout.is_replicate() for layout in layouts):
         raise ValueError("the head has hooks")
-    return parallel.group
+    return group
 
 
 def _tp_mesh(mesh: Any) -> Any:
