@@ -14,13 +14,11 @@ import torch
 
 from tests.conformance import test_given_ids as of_given_ids
 from tests.conformance import test_sampling as of_sampling
-from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, programs
-from tests.support.kernels.launches import Entry, options_of, recorded, wanted
+from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
+from tests.support.kernels.launches import Entry, recorded, wanted
 from tests.support.random.calls import KINDS, Where, run_call
 from tests.support.random.tables import configurations
-from vocab_parallel_ce import distillation_loss, one_pass, plan, selection, vocab_parallel_cross_entropy
-from vocab_parallel_ce.layout import VECTOR_BYTES
-from vocab_parallel_ce.selection import select
+from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
 
 ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
@@ -116,47 +114,6 @@ def test_small_calls_launch_everything_that_can_be_interpreted():
 @pytest.mark.cuda
 def test_wide_calls_launch_everything():
     check(launched(Where("cuda", "auto", small=False)), set())
-
-
-@pytest.fixture
-def chosen_as_on_a_gpu(monkeypatch):
-    """What a Hopper GPU would launch is planned for tensors on the CPU."""
-    from vocab_parallel_ce.one_pass import kernel
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy host more of them wait for each other
-
-    def bound(*call):
-        return one_pass.bind(*call[:-1], call[-1]._replace(impl="auto"))
-
-    for module in (selection, one_pass):
-        monkeypatch.setattr(module, "triton_state", lambda: "compiler")
-    monkeypatch.setattr(one_pass, "obstacle_of_gpu", lambda index: None)
-    monkeypatch.setattr(plan, "select", lambda device, requested: select("cuda", requested))
-    monkeypatch.setattr(plan, "bind", bound)
-    monkeypatch.setattr(plan, "begins_at_a_boundary", lambda logits: logits.data_ptr() % VECTOR_BYTES == 0)
-    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 132)
-    forget_plans()
-    yield
-    forget_plans()
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.interpreter
-def test_wide_calls_launch_everything_that_a_gpu_would(chosen_as_on_a_gpu):
-    check(launched(Where("cpu", "triton", small=False)), ON_A_GPU)
-
-
-@pytest.mark.interpreter
-def test_options_are_read_from_kernels_and_the_functions_that_they_call():
-    from vocab_parallel_ce.kernels.label_rows import ALGEBRA
-    from vocab_parallel_ce.kernels.outputs import outputs_kernel
-    from vocab_parallel_ce.kernels.rows import statistics_kernel
-
-    # In tile_stats and in transform, and a tensor that may be None; in loss, which store_outputs calls.
-    found = options_of(statistics_kernel, ALGEBRA)
-    assert {"loss_options.sum_sq_probs", "loss_options.softcap", "class_weight"} <= found
-    assert "loss_options.z_loss" in options_of(outputs_kernel, ALGEBRA)
 
 
 @pytest.mark.interpreter

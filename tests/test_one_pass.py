@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from tests.support.cases.inputs import DTYPES
+from tests.support.cases.inputs import DTYPES, batch
 from tests.support.cases.logits import DIVISORS
 from tests.support.cases.one_pass import (
     EPS_32,
@@ -21,7 +23,7 @@ from tests.support.cases.one_pass import (
     run,
 )
 from tests.support.cases.pairs import covering
-from tests.support.truth.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
+from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce.one_pass import WIDTHS
 
 pytestmark = pytest.mark.cuda
@@ -250,17 +252,15 @@ def test_equal_bits_every_time(columns):
 @pytest.mark.parametrize("columns", (NARROW // 2, NARROW // 2 + 1, MIDDLE // 2, WIDE // 2 - 1, WIDE // 2))
 def test_confident_labels_lose_no_digits(multiprocessors, columns):
     """Labels in the first and the last vectors of rows and chunks and in edges, in rows that follow one another."""
-    logits, labels = (t.cuda() for t in confident_rows(columns, 256))
     at = [0, 1, 2, 3, 4, 30, 2047, 2048, *(columns - back for back in (1, 2, 3, 4, 31))]
-    new_labels, rows = torch.tensor(at, device="cuda"), torch.arange(len(at), device="cuda")
-    at_label, others = logits[rows, labels[: len(at)]], logits[rows, new_labels]
-    logits[rows, labels[: len(at)]], logits[rows, new_labels], labels[: len(at)] = others, at_label, new_labels
-    assert_as_exact_as_fp32(Rows(*run(logits.clone(), labels, reduction="none")), logits, labels)
+    gaps = tuple(math.log((1 - rest) / rest) for rest in (0.1, 1e-3, 1e-5, 1e-7))
+    made_logits, made_labels = batch("confident", rows=4 * len(at), vocab_size=columns, gaps=gaps)
+    logits, old, labels = made_logits - 7, made_labels.unsqueeze(1), torch.tensor(at).repeat(4)
+    swapped = logits.gather(1, labels.unsqueeze(1)), logits.gather(1, old)
+    logits.scatter_(1, old, swapped[0]).scatter_(1, labels.unsqueeze(1), swapped[1])
+    truth = cross_entropy_fp64(logits, labels, reduction="none")
     multiprocessors()
-    rows = slice(0, 24)
-    actual = Rows(*run(logits[rows].clone(), labels[rows], reduction="none"))
-    assert_as_exact_as_fp32(actual, logits[rows], labels[rows])
-    logits, labels = (t.cuda() for t in confident_rows(2 * columns, 24, torch.bfloat16))
-    truth = truth_of(logits, labels).loss
-    loss, _ = run(logits, labels, reduction="none")
-    assert float((loss.double().cpu() / truth - 1).abs().max()) <= 32 * EPS_32
+    loss, grad = run(logits.cuda(), labels.cuda(), reduction="none")
+    assert float((loss.double().cpu() / truth.loss - 1).abs().max()) <= 32 * EPS_32
+    of_label, right = (each.gather(1, labels.unsqueeze(1)) for each in (grad.double().cpu(), truth.grad))
+    assert float((of_label / right - 1).abs().max()) <= 32 * EPS_32

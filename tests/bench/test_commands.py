@@ -10,7 +10,7 @@ import torch
 from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, document
 
 import bench  # isort: skip
-from bench_lib import calls, cases, documents, providers  # isort: skip
+from bench_lib import calls, cases, documents  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -120,11 +120,3 @@ def test_cases_are_a_tables_a_commands_or_those_named():
         cases.cases_of("table", 1, ["8x64x"])
     with pytest.raises(ValueError, match="vocabulary: expected a multiple of the 3 ranks, got 64"):
         cases.cases_of("head", 3, ["8x64"])
-
-
-@pytest.mark.parametrize("command", bench.DEFAULT_PROVIDERS)
-def test_the_default_providers_of_a_command_are_known(command):
-    (case, *_) = cases.cases_of(command, 1)
-    names = bench.DEFAULT_PROVIDERS[command]
-    found = providers.chosen(names, bench.known_providers(command, case, None))
-    assert {provider.name for provider in found} == set(names.split(","))

@@ -71,13 +71,6 @@ def test_each_call_has_fresh_logits_that_are_no_leaf_and_that_no_call_has_overwr
     assert len(set(map(id, seen))) == len(seen) and all(torch.equal(start, starts[0]) for start in starts)
 
 
-def test_nothing_is_made_while_time_is_taken(monkeypatch):
-    timer, made, make = ScriptedTimer(), [], measure.as_produced
-    monkeypatch.setattr(measure, "as_produced", lambda b: made.append(timer.is_timing) or make(b))
-    measured(RIGHT, timer)
-    assert len(made) > 100 and not any(made)
-
-
 def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that_is_there(monkeypatch):
     subject = measure.subject_of(LOGITS, ALONE, 3)
     operands, copy = subject.operands(4, fresh=False), subject.yardstick()
@@ -120,22 +113,6 @@ def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be
     assert "refused" not in other(almost)
     with pytest.raises(RuntimeError, match="wrong: loss"):
         other(almost, is_ours=True)
-
-
-def test_what_a_provider_raises_is_why_it_is_refused():
-    def refusal(error, **fields):
-        def raising(logits, *given):
-            if len(logits) == LOGITS.tokens:  # not in the check
-                raise error
-            return eager(logits, *given)
-
-        return measured((), extra=[provider_of(raising, **fields)])["other"]["refused"]
-
-    assert refusal(torch.OutOfMemoryError("tried to allocate")) == "out of memory"
-    assert refusal(ValueError("\n  width: odd\nstack")) == "ValueError: width: odd"
-    assert refusal(ValueError(), only="mean") == "timed with the means alone"
-    with pytest.raises(RuntimeError, match="ValueError: width"):
-        refusal(ValueError("width"), is_ours=True)
 
 
 @pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])

@@ -13,8 +13,7 @@ from tests.support.cases.pairs import covering
 from tests.support.cases.soft import Pair
 from tests.support.ranks.case import Case, run
 from tests.support.ranks.case import check as check_ranks
-from tests.support.ranks.collectives import record_collectives
-from tests.support.ranks.pools import device_of, in_several_ranks
+from tests.support.ranks.pools import in_several_ranks
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import transformed
 from vocab_parallel_ce import token_log_probs
@@ -210,35 +209,6 @@ def test_ranks(rank_pool, impl):
     options = {"ids": ids, "factors": factors, "temperature": 0.7, "reduction": "none"}
     case = Case(Pair(logits, logits, _losses), impl, options, bounds, "shard", function=_weighed)
     check_ranks(case, rank_pool.run(run, case), [32])
-
-
-def _head_in_rank(rank, group, impl, given):
-    hidden, weight, ids, grad_output = (t.to(device_of(rank, group)) for t in given)
-    width = len(weight) // group.size()
-    h, w = hidden.clone().requires_grad_(), weight[rank * width : (rank + 1) * width].clone().requires_grad_()
-    with record_collectives() as calls:
-        found = linear_token_log_probs(h, w, ids, group=group, chunk_size=4, impl=impl)
-    found.backward(grad_output)
-    return found.detach().cpu(), h.grad.cpu(), w.grad.cpu(), [call.nbytes for call in calls]
-
-
-@pytest.mark.interpreted(1)
-@in_several_ranks
-def test_heads_of_ranks(rank_pool, impl):
-    """One all_gather for all chunks."""
-    hidden, weight, ids = torch.randn(9, 12), torch.randn(40, 12), torch.randint(0, 40, (9, 3))
-    grad_output = torch.randn(ids.shape)
-    expected = []
-    for dtype in (torch.float64, torch.float32):
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight)]
-        log_probs = log_probs_at(leaves[0] @ leaves[1].t(), ids)
-        expected.append((log_probs, *torch.autograd.grad(log_probs, leaves, grad_output.to(dtype))))
-    results = rank_pool.run(_head_in_rank, impl, (hidden, weight, ids, grad_output))
-    d_weight = torch.cat([d_weight for _, _, d_weight, _ in results])
-    for log_probs, d_hidden, _, sent in results:
-        assert torch.equal(log_probs, results[0][0]) and sent == [9 * 4 * (3 + 3)]
-        for triple in zip((log_probs, d_hidden, d_weight), *expected, strict=True):
-            assert_within_budget(*triple)
 
 
 @pytest.mark.reference

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pytest
 import torch
 
-from tests.support.truth.budget import assert_fp64_equal
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.spec import RowStats
 
@@ -17,7 +15,7 @@ st = hypothesis.strategies
 
 pytestmark = pytest.mark.reference
 
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
 VOCAB = 100
 LABEL = 0
 # Wide enough that one shard's exponentials vanish beside another's; few enough values for ties.
@@ -52,7 +50,7 @@ def _assert_close(a, b):
         x, y = getattr(a, name), getattr(b, name)
         # Of 20 columns none adds more than 1 to others_sum, or 1 / e to exp_shifted_sum.
         magnitude = float(y.abs()) if name == "shifted_sum" and y.isfinite() else 20.0
-        assert_fp64_equal(x, y, magnitude)
+        torch.testing.assert_close(x, y, rtol=0, atol=64 * torch.finfo(x.dtype).eps * magnitude, equal_nan=True)
 
 
 @laws
@@ -70,43 +68,6 @@ def test_merge_is_associative_and_gives_the_statistics_of_the_union(a, b, c):
     left, right = spec.merge(spec.merge(x, y), z), spec.merge(x, spec.merge(y, z))
     _assert_close(left, right)
     _assert_close(left, _stats(a + b + c))
-
-
-@laws
-@hypothesis.given(
-    st.lists(st.lists(st.integers(-4000, 4000), min_size=1, max_size=5), min_size=2, max_size=3),
-    st.sampled_from([2.0**30, -(2.0**30)]),
-)
-def test_a_shift_moves_the_maximum_and_nothing_else(shards, shift):
-    """A maximum that began at 0 instead of -inf would lose rows far below 0."""
-    shards = [[x / 16 for x in shard] for shard in shards]
-    moved = functools.reduce(spec.merge, _stats_of(*([x + shift for x in shard] for shard in shards)))
-    plain = functools.reduce(spec.merge, _stats_of(*shards))
-    expected = plain._replace(row_max=plain.row_max + shift, target_logit=plain.target_logit + shift)
-    _assert_equal(moved, expected)
-
-
-@laws
-@hypothesis.given(SHARD, st.integers(1, 4))
-def test_shards_excluded_throughout_add_nothing(shard, width):
-    """exp(-inf - -inf) is NaN: the maximum of an excluded shard must not be subtracted as it is."""
-    stats, excluded = _stats_of(shard, [-INF] * width)
-    assert (excluded.others_sum.item(), excluded.exp_shifted_sum.item(), excluded.argmax.item()) == (0, 0, INF)
-    for merged in (spec.merge(stats, excluded), spec.merge(excluded, stats)):
-        _assert_equal(merged._replace(shifted_sum=stats.shifted_sum, n_columns=stats.n_columns), stats)
-        assert merged.shifted_sum.item() == -INF
-        assert merged.n_columns.item() == len(shard) + width
-
-
-@laws
-@hypothesis.given(SHARD, st.sampled_from([NAN, INF]), st.booleans())
-def test_nan_and_plus_infinity_survive_every_merge(shard, bad, first):
-    pair = _stats_of([bad, 1.0], shard)
-    merged = spec.merge(*(pair if first else reversed(pair)))
-    label = torch.tensor([LABEL])
-    assert spec.loss(merged, label, VOCAB).isnan().all()
-    assert spec.entropy(merged, label, VOCAB).isnan().all()
-    assert spec.predictions(merged, label).tolist() == [-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

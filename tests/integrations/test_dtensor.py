@@ -20,7 +20,7 @@ from tests.support.ranks.collectives import assert_refused, messages_of, record_
 from tests.support.ranks.pools import device_of, in_ranks
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
-from vocab_parallel_ce import Outputs, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce import Outputs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
 from vocab_parallel_ce.options import DIFFERENTIABLE
@@ -263,31 +263,6 @@ def test_what_users_put_around_the_loss(rank_pool, impl, how):
         assert_within_budget(grad, truth.grad + added * logits.double(), peer.grad + added * logits)
 
 
-def _transformed(rank, group, impl):
-    device = device_of(rank, group)
-    mesh = init_device_mesh(device.type, (2,))
-    logits, labels = (tensor.to(device) for tensor in batch("peaked", rows=6, vocab_size=8))
-    cut = distribute_tensor(logits, mesh, [Shard(1)], src_data_rank=None)
-    many = distribute_tensor(logits.expand(2, 6, 8).contiguous(), mesh, [Shard(2)], src_data_rank=None)
-
-    def loss(x):
-        return cross_entropy(x, labels, impl=impl)
-
-    by_hand = DTensor.from_local(logits[:, : 3 - rank].contiguous(), mesh, [Shard(1)])
-    attempts = {"vmap": lambda: torch.func.vmap(loss)(many), "grad": lambda: torch.func.grad(loss)(cut)}
-    refused = messages_of(attempts)
-    with verify_calls():
-        return refused, (messages_of({"by hand": lambda: loss(by_hand)})[0], [])
-
-
-@in_two_ranks
-def test_transforms_are_refused_and_verification_finds_a_wrong_global_shape(rank_pool, impl):
-    transforms, by_hand = zip(*rank_pool.run(_transformed, impl), strict=True)
-    inside = "TypeError: cross-entropy: expected a call outside of torch.func transforms"
-    assert_refused(transforms, {"vmap": inside, "grad": inside})
-    assert_refused(by_hand, {"by hand": "ValueError: vocab_size: rank 1 of 2 has 4 .*rank 0 has 6"})
-
-
 def _refusals(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -304,7 +279,11 @@ def _refusals(rank, group, impl):
         rows = place(logits.t().contiguous(), mesh, [Replicate(), Shard(0)])
         return DTensor.from_local(rows.to_local().t(), mesh, [StridedShard(1, split_factor=2), Replicate()])
 
+    def loss_of(logits):
+        return cross_entropy(logits, labels, impl=impl)
+
     cut = place(labels, mesh, [Shard(0), Replicate()])
+    whole = place(logits, mesh, [Replicate(), Shard(1)])
     descending = DeviceMesh(device.type, [3, 2, 1, 0])
     attempts = {
         "plain": lambda: cross_entropy(logits, labels),
@@ -323,9 +302,9 @@ def _refusals(rank, group, impl):
         "probabilities": lambda: call(Replicate(), Shard(1), labels=logits[:, :4].softmax(-1)),
         "group": lambda: call(Replicate(), Shard(1), group=group),
         "items": lambda: call(Replicate(), Shard(1), reduction="sum", num_items=cut),
-        "the loss itself": lambda: vocab_parallel_cross_entropy(
-            place(logits, mesh, [Replicate(), Shard(1)]), labels, group=group
-        ),
+        "the loss itself": lambda: vocab_parallel_cross_entropy(whole, labels, group=group),
+        "vmap": lambda: torch.func.vmap(loss_of)(whole.expand(2, 4, 8)),
+        "grad": lambda: torch.func.grad(loss_of)(whole),
     }
     return messages_of(attempts)
 
@@ -348,6 +327,7 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "probabilities": "TypeError: labels: dtype must be ",
         "group": "TypeError: .*unexpected keyword argument 'group'",
         "items": "TypeError: num_items: expected .*to_local",
+        **dict.fromkeys(("vmap", "grad"), "TypeError: cross-entropy: expected a call outside of torch.func transforms"),
         "the loss itself": "TypeError: logits: .*; pass its to_local.*vocab_parallel_ce.integrations.dtensor",
     }
     assert_refused(rank_pool.run(_refusals, impl), expected)

@@ -13,6 +13,13 @@ from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_m
 
 pytestmark = pytest.mark.reference
 CELLS = [(reader, way) for reader in readers.READERS for way in readers.ways_of(reader)]
+BOTH = ("lazy", "rewrite")
+# Of each reader and each way in two places, the two mechanisms take turns.
+CASES = [
+    (reader, way, place, BOTH[(number + other) % 2])
+    for number, (reader, way) in enumerate(CELLS)
+    for other, place in enumerate(readers.PLACES)
+]
 
 
 @functools.cache
@@ -47,9 +54,7 @@ def installed_for(model, mechanism, way):
     install(model, mechanism=mechanism, gradient="in_backward" if way == readers.RETAINED else "auto")
 
 
-@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize("place", readers.PLACES)
-@pytest.mark.parametrize("reader,way", CELLS)
+@pytest.mark.parametrize("reader,way,place,mechanism", CASES)
 def test_a_reader_gets_the_gradients_of_the_model(reader, way, place, mechanism):
     model, truth = model_of(LlamaForCausalLM), expected(LlamaForCausalLM, readers.true_reader(reader, place), place)
     assert readers.matters(truth, expected(LlamaForCausalLM), "lm_head.weight")
@@ -57,7 +62,7 @@ def test_a_reader_gets_the_gradients_of_the_model(reader, way, place, mechanism)
     assert readers.differs(readers.differentiated(model, loss_of(model, reader, place), way), truth) is None
 
 
-@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("mechanism", BOTH)
 @pytest.mark.parametrize("way", readers.WAYS)
 def test_a_routers_loss_beside_a_loss_function_of_this_package(way, mechanism, monkeypatch):
     model, step = model_of(MixtralForCausalLM), ("vocab_parallel_cross_entropy", "inside")
@@ -70,26 +75,6 @@ def test_a_routers_loss_beside_a_loss_function_of_this_package(way, mechanism, m
     assert readers.differs(readers.differentiated(model, loss_of(model, *step), way), truths[1]) is None
 
 
-def gradients_of_logits(model, reader):
-    """Of a reader's loss for the logits themselves, alone and with the head's weight."""
-    inputs, weight = tiny_inputs(model), model.lm_head.weight
-    logits = model(**inputs).logits
-    loss = readers.READERS[reader](logits, inputs["labels"], None)
-    (alone,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    return readers.Step(loss, dict(zip("abc", (alone, *torch.autograd.grad(loss, [logits, weight])), strict=True)))
-
-
-@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-@pytest.mark.parametrize(
-    "reader", [reader for reader, way in CELLS if way == readers.RETAINED and (reader, "grad") in CELLS]
-)
-def test_the_gradient_of_the_logits_themselves(reader, mechanism):
-    model = model_of(LlamaForCausalLM)
-    truth = gradients_of_logits(model, reader)
-    install(model, mechanism=mechanism)
-    assert readers.differs(gradients_of_logits(model, reader), truth) is None
-
-
 OF_LOGITS = {
     "grad": torch.autograd.grad,
     "unused": functools.partial(torch.autograd.grad, allow_unused=True),
@@ -97,7 +82,7 @@ OF_LOGITS = {
 }
 
 
-@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("mechanism", BOTH)
 @pytest.mark.parametrize("way", OF_LOGITS)
 def test_the_gradient_of_the_logits_beside_a_fused_loss_is_refused(way, mechanism):
     """The fused loss does not depend on the logits: their gradient would lack its part."""
@@ -109,7 +94,7 @@ def test_the_gradient_of_the_logits_beside_a_fused_loss_is_refused(way, mechanis
         OF_LOGITS[way](loss, outputs.logits)
 
 
-@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("mechanism", BOTH)
 def test_the_gradient_of_what_the_fused_loss_does_not_use(mechanism):
     """A tensor made of the logits beside the loss is no input of the loss in the model either."""
 
@@ -122,29 +107,3 @@ def test_the_gradient_of_what_the_fused_loss_does_not_use(mechanism):
     truth = gradient()
     install(model, mechanism=mechanism)
     torch.testing.assert_close(gradient(), truth, rtol=1e-5, atol=1e-5)
-
-
-LATER = {
-    "float": lambda logits: logits.float(),
-    "view": lambda logits: logits.view(-1, logits.shape[-1]),
-    "slice": lambda logits: logits[:, :-1],
-    "times": lambda logits: logits * 2,
-    "clone": lambda logits: logits.clone(),
-    "softmax": lambda logits: logits.softmax(-1),
-    "make": lambda logits: getattr(logits, "make", logits.clone)(),
-    "compiled": torch.compile(lambda logits: logits.float().logsumexp(-1), backend="eager"),
-}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("reader", LATER)
-def test_logits_without_gradients_are_read_after_their_mode(reader, mode):
-    def values():
-        with mode():
-            logits = model(**tiny_inputs(model)).logits
-        return LATER[reader](logits)
-
-    model = model_of(LlamaForCausalLM)
-    truth = values()
-    install(model)
-    torch.testing.assert_close(values(), truth, rtol=1e-5, atol=1e-5)

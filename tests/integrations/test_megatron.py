@@ -32,6 +32,8 @@ CASES = [
     pytest.param("gpt", 1, {}, id="gpt, tp 1"),
     pytest.param("gpt", 2, {"tied": True, "mtp": True}, id="gpt, tied, mtp"),
     pytest.param("gpt", 2, {"mtp": True, "sequence_parallel": True}, id="gpt, mtp, sequence"),
+    pytest.param("gpt", 2, {"frozen": True}, id="gpt, frozen head"),
+    pytest.param("gpt", 2, {"cross_entropy_loss_fusion": True}, id="gpt, fused"),
     pytest.param("gpt", 2, {"tied": True, "sequence_parallel": True}, id="gpt, tied, sequence"),
     pytest.param("hybrid", 1, {"tied": True, "mtp": True}, id="hybrid, tied, mtp, tp 1", marks=needs_hybrid),
     pytest.param("hybrid", 2, {}, id="hybrid", marks=needs_hybrid),
@@ -41,16 +43,23 @@ CASES = [
 
 
 def _losses(rank, group, impl, name, size, dtype, options):
-    """Losses, gradients and MTP's log: Megatron's, and those of each kind with its calls."""
+    """Losses, gradients and MTP's log: Megatron's, and those of each kind with its calls; and its evaluation."""
     device = device_of(rank, group)
+    is_frozen, is_fused = (options.pop(each, False) for each in ("frozen", "cross_entropy_loss_fusion"))
     with stubs.megatron_ranks(rank, group, size):
         model = stubs.small_model(name, device, dtype=dtype, **options)
+        model.output_layer.requires_grad_(not is_frozen)
         inputs = stubs.batch(device)
         native = *stubs.step(model, inputs), stubs.predicted()
         found = {}
         for kind, asked in KINDS.items():
+            model.config.cross_entropy_loss_fusion = is_fused
             with megatron.installed(impl=impl, **asked):
                 found[kind] = *stubs.step(model, inputs), stubs.predicted(), megatron.report().calls
+                with torch.no_grad():
+                    torch.testing.assert_close(model(**inputs), found[kind][0], rtol=1e-6, atol=1e-6)
+            stubs.predicted()
+            model.config.cross_entropy_loss_fusion = False
         assert all(torch.equal(*both) for both in zip(native[0], stubs.step(model, inputs)[0], strict=True))
         return native, found
 
@@ -59,21 +68,25 @@ def _losses(rank, group, impl, name, size, dtype, options):
 @pytest.mark.parametrize("name,size,options", CASES)
 def test_losses_and_gradients_are_megatrons(rank_pool, impl, name, size, options):
     results = rank_pool.run(_losses, impl, name, size, torch.float32, options)
-    peers = rank_pool.run(_losses, impl, name, size, torch.bfloat16, options)
-    for (native, found), (native_bf16, found_bf16) in zip(results, peers, strict=True):
+    short = torch.float16 if "frozen" in options else torch.bfloat16
+    peers = rank_pool.run(_losses, impl, name, size, short, options)
+    for (native, found), (native_short, found_short) in zip(results, peers, strict=True):
         for kind in KINDS:
             losses, gradients, predicted, calls = found[kind]
             assert calls == {kind: 3 if "mtp" in options else 1}
+            # Of fp16 only backward knows the loss scale.
+            in_short = kind.replace("in forward", "in backward") if short == torch.float16 else kind
+            assert found_short[kind][3] == {in_short: calls[kind]}
             torch.testing.assert_close(losses, native[0], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(predicted, native[2], rtol=1e-5, atol=1e-5)
-            assert losses.dtype == native_bf16[0].dtype == found_bf16[kind][0].dtype == torch.float32
-            assert_within_budget(found_bf16[kind][0], native[0].double(), native_bf16[0])
-            assert gradients.keys() == native[1].keys() == found_bf16[kind][1].keys()
+            assert losses.dtype == native_short[0].dtype == found_short[kind][0].dtype == torch.float32
+            assert_within_budget(found_short[kind][0], native[0].double(), native_short[0])
+            assert gradients.keys() == native[1].keys() == found_short[kind][1].keys()
             for name, gradient in gradients.items():
                 truth = native[1][name].double()
                 torch.testing.assert_close(gradient.double(), truth, rtol=0, atol=1e-5 * float(truth.abs().max()))
                 # A model rounds on the way: what Megatron-LM's own loss loses in all, as numbers of fp32.
-                assert_within_budget(found_bf16[kind][1][name], truth, native_bf16[1][name].float())
+                assert_within_budget(found_short[kind][1][name], truth, native_short[1][name].float())
 
 
 def _example(rank, group):

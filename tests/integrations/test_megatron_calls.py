@@ -17,7 +17,6 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from tests.support.frameworks import megatron_stubs as stubs
-from vocab_parallel_ce.head import expected
 from vocab_parallel_ce.integrations import megatron
 from vocab_parallel_ce.integrations.megatron import losses
 
@@ -68,6 +67,10 @@ def _signatures(rank, group, impl):
             "engine": (run("te_parallel_cross_entropy", target, group, True), truth()),
             "smoothing": (run(name, target, 0.1), truth(smoothing=0.1)),
             "ignored": (run(name, negative), truth(negative)),
+            "smoothing of a padded vocabulary": (
+                run(name, target, 0.1, options={"vocab_size": stubs.REAL_SIZE}),
+                truth(smoothing=0.1, columns=stubs.REAL_SIZE),
+            ),
             "padded": (run(name, target, options={"vocab_size": stubs.REAL_SIZE}), truth(columns=stubs.REAL_SIZE)),
         }
 
@@ -82,82 +85,6 @@ def test_signatures_smoothing_labels_and_padding(rank_pool, impl):
         assert not loss[0].any() and not loss[1, 0] and not gradient[0].any() and not gradient[1, 0].any()
 
 
-def _rare_calls(rank, group, impl):
-    """Steps beside Megatron's own: through the fused name, with a frozen head, in fp16, without gradients."""
-    device = device_of(rank, group)
-
-    def both(asked, dtype=torch.float32, change=None, fused=False):
-        model, inputs = stubs.small_model("gpt", device, dtype=dtype), stubs.batch(device)
-        if change is not None:
-            change(model)
-        native = stubs.step(model, inputs)
-        model.config.cross_entropy_loss_fusion = fused
-        with megatron.installed(impl=impl, **asked):
-            ours = stubs.step(model, inputs)
-            with torch.no_grad():
-                evaluated = model.eval()(**inputs)
-            return native, ours, evaluated, megatron.report().calls
-
-    with stubs.megatron_ranks(rank, group, 2):
-        return {
-            "fused": both({}, fused=True),
-            "fused, linear": both(LINEAR, fused=True),
-            "frozen": both(LINEAR, change=lambda model: model.output_layer.requires_grad_(False)),
-            "fp16": both(LINEAR, torch.float16),
-        }
-
-
-@in_two_ranks
-def test_rare_calls(rank_pool, impl):
-    in_forward, in_backward = (f"linear loss, gradients in {when}" for when in ("forward", "backward"))
-    calls = {"fused": {"loss of logits": 2}, "fp16": {in_backward: 2}}
-    for found in rank_pool.run(_rare_calls, impl):
-        for name, (native, ours, evaluated, counts) in found.items():
-            assert counts == calls.get(name, {in_forward: 1, in_backward: 1})
-            torch.testing.assert_close(evaluated, ours[0], rtol=1e-6, atol=1e-6)
-            assert ours[1].keys() == native[1].keys()
-            if name != "fp16":
-                torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
-                continue
-            losses_, gradients = found["fused"][0]  # of fp32
-            assert_within_budget(ours[0], losses_.double(), native[0])
-            for parameter, gradient in gradients.items():
-                assert_within_budget(ours[1][parameter], gradient.double(), native[1][parameter])
-
-
-def _looked_at(rank, group, impl):
-    """What a hook on the output layer, and inference, see of the logits."""
-    device = device_of(rank, group)
-    with stubs.megatron_ranks(rank, group, 2):
-        model, inputs = stubs.small_model("gpt", device, sequence_parallel=True), stubs.batch(device)
-        inference = {name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")}
-        own, (losses_, gradients) = model(**inference).detach(), stubs.step(model, inputs)
-        kept = []
-        handle = model.output_layer.register_forward_hook(lambda module, args, output: kept.append(output[0].detach()))
-        found = {}
-        for kind, asked in {"logits": {}, "linear": LINEAR}.items():
-            kept.clear()
-            with megatron.installed(impl=impl, **asked):
-                step = stubs.step(model, inputs)
-                seen = kept[0].transpose(0, 1).clone()
-                with torch.no_grad():
-                    inferred = model(**inference)
-                found[kind] = seen, inferred, step, megatron.report().calls
-        handle.remove()
-        return own, (losses_, gradients), found
-
-
-@in_two_ranks
-def test_logits_that_somebody_looks_at_are_real_and_stay(rank_pool, impl):
-    for own, native, found in rank_pool.run(_looked_at, impl):
-        for seen, inferred, step, calls in found.values():
-            torch.testing.assert_close(seen, own, rtol=0, atol=0)
-            torch.testing.assert_close(inferred, own, rtol=0, atol=0)
-            torch.testing.assert_close(step, native, rtol=1e-4, atol=1e-5)
-            assert calls["loss of logits"] == 1
-        assert found["linear"][3] == {"detach made the logits": 1, "loss of logits": 1}
-
-
 # Each option of install(linear=True), with a value that is not the default.
 OPTIONS = [
     {"gradient": "in_backward"},
@@ -168,15 +95,18 @@ OPTIONS = [
 
 
 def _option_on_the_fallback(rank, group, impl, asked, dtype):
-    """A step with ``asked``, and one whose logits a hook keeps: the logits then and after two backwards."""
+    """A step with ``asked``, and one whose logits a hook keeps: Megatron's, those then and after two backwards."""
     device, kept, said = device_of(rank, group), [], []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("vocab_parallel_ce").addHandler(handler)
     with stubs.megatron_ranks(rank, group, 2):
-        model, inputs = stubs.small_model("gpt", device, dtype=dtype), stubs.batch(device)
+        model, inputs = stubs.small_model("gpt", device, dtype=dtype, sequence_parallel=True), stubs.batch(device)
+        inference = {name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")}
+        native = model(**inference).detach()
         with megatron.installed(impl=impl, **LINEAR, **asked):
             fused = stubs.step(model, inputs)
+            assert torch.equal(model(**inference), native)
             model.output_layer.register_forward_hook(lambda module, args, output: kept.append(output[0].detach()))
             model.zero_grad()
             losses_, before = model(**inputs), kept[0].clone()
@@ -187,7 +117,8 @@ def _option_on_the_fallback(rank, group, impl, asked, dtype):
                 loss.backward()
             gradients = {name: p.grad / (2 if second else 1) for name, p in model.named_parameters()}
     logging.getLogger("vocab_parallel_ce").removeHandler(handler)
-    return fused, (losses_.detach(), gradients), (before, kept[0]), megatron.report().calls, said
+    looks = native.transpose(0, 1), before, kept[0]
+    return fused, (losses_.detach(), gradients), looks, megatron.report().calls, said
 
 
 @pytest.mark.parametrize(
@@ -196,8 +127,11 @@ def _option_on_the_fallback(rank, group, impl, asked, dtype):
 @in_two_ranks
 def test_an_option_of_the_head_on_the_fallback_path(rank_pool, impl, asked, dtype):
     """It means there what it means to the head: no number changes, and "in_backward" overwrites no logits."""
-    for fused, found, (before, after), calls, said in rank_pool.run(_option_on_the_fallback, impl, asked, dtype):
-        assert torch.equal(before, after) and calls["loss of logits"] == 1 and calls["detach made the logits"] == 1
+    for fused, found, (native, before, after), calls, said in rank_pool.run(
+        _option_on_the_fallback, impl, asked, dtype
+    ):
+        assert torch.equal(before, native) and torch.equal(after, native)
+        assert calls["loss of logits"] == 1 and calls["detach made the logits"] == 1
         (line,) = [each for each in said if "loss is over logits" in each]
         assert line.endswith("not the linear one: detach made the logits")
         if dtype == torch.float32:
@@ -329,27 +263,3 @@ def test_output_layers_that_are_refused(rank_pool, impl):
             assert message.split(".*")[0] in attempts[name] and message.split(".*")[-1] in attempts[name], attempts[
                 name
             ]
-
-
-def _multiplied_by_more(rank, group, impl, asked):
-    """Gradients of losses that a second mask multiplies, and what was warned of."""
-    device = device_of(rank, group)
-    with stubs.megatron_ranks(rank, group, 2), megatron.installed(impl=impl, **LINEAR, **asked):
-        model, inputs = stubs.small_model("gpt", device), stubs.batch(device)
-        more = torch.linspace(0.5, 1.5, stubs.LENGTH, device=device)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            stubs.masked_mean(model(**inputs) * more, inputs["loss_mask"]).backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-                model(**inputs)
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        return gradients, [str(each.message) for each in caught if str(each.message) == expected.MISFIT]
-
-
-@in_two_ranks
-def test_losses_that_more_than_the_mask_multiplies(rank_pool, impl):
-    for gradients, warned in rank_pool.run(_multiplied_by_more, impl, {}):
-        assert all(gradient.isnan().any() for gradient in gradients.values()) and warned
-    for gradients, warned in rank_pool.run(_multiplied_by_more, impl, {"gradient": "in_backward"}):
-        assert all(gradient.isfinite().all() for gradient in gradients.values()) and not warned

@@ -60,18 +60,6 @@ def test_a_loss_that_no_model_in_training_calls_has_no_z_loss(monkeypatch):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize(("options", "n"), (({}, 8), ({"vocab_size": 5}, 5)))
-def test_label_smoothing_is_shared_out_over_the_other_columns(monkeypatch, options, n):
-    """Of the whole vocabulary, which two ranks have here."""
-    passed = []
-    monkeypatch.setattr(losses, "group_position", lambda group: (0, 2))
-    monkeypatch.setattr(losses, "cross_entropy", lambda logits, target, **k: passed.append(k["label_smoothing"]))
-    with megatron.installed(**options):
-        losses.vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), 0.1, "a group")
-    assert passed == [0.1 * n / (n - 1)]
-
-
-@pytest.mark.reference
 @pytest.mark.parametrize(("smoothing", "most"), ((0.1, 0), (0.9, 0.75)))
 def test_label_smoothing_that_the_other_columns_cannot_take_is_refused(monkeypatch, smoothing, most):
     """A vocabulary of one column has no others."""

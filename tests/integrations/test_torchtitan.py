@@ -45,37 +45,27 @@ def _grad_outputs(name):
 
 @pytest.mark.reference
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_logits_on_one_rank(dtype):
+@pytest.mark.parametrize(
+    ("name", "function", "asked", "options"),
+    [
+        ("cross_entropy_loss", vocab_parallel_cross_entropy, {}, SUM),
+        ("compute_logprobs", token_log_probs, {}, {}),
+        ("compute_logprobs", token_log_probs, {"return_entropy": True}, {}),
+    ],
+)
+def test_plain_logits_on_one_rank(name, function, asked, options, dtype):
+    """Entropies are those of ignored tokens too, and have no gradient."""
     logits, labels = _inputs(21, dtype)
-    for name, function in (("cross_entropy_loss", vocab_parallel_cross_entropy), ("compute_logprobs", token_log_probs)):
-        leaf = logits.clone().requires_grad_()
-        with ours.installed():
-            found = getattr(titan, name)(leaf * 1.0, labels)
-        found.backward(_grad_outputs(name))
-        options = {} if function is token_log_probs else SUM
-        given = logits, labels, _grad_outputs(name)
-        assert_right(Results((found.detach(),), leaf.grad), *given, function=function, **options)
-        torch.testing.assert_close(found, OWN[name](leaf, labels), rtol=1e-5, atol=1e-5)
-    assert ours.report().calls == {"fused": 1}
-
-
-@pytest.mark.reference
-def test_entropies_are_torchtitans_also_of_ignored_tokens():
-    logits, labels = _inputs(21)
     leaf = logits.clone().requires_grad_()
     with ours.installed():
-        found = titan.compute_logprobs(leaf * 1.0, labels, return_entropy=True)
-    expected = OWN["compute_logprobs"](logits, labels, return_entropy=True)
-    assert (labels == -100).any() and not found[1].requires_grad
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    found[0].backward(_grad_outputs("compute_logprobs"))
-    assert_right(
-        Results((found[0].detach(),), leaf.grad),
-        logits,
-        labels,
-        _grad_outputs("compute_logprobs"),
-        function=token_log_probs,
-    )
+        found = getattr(titan, name)(leaf * 1.0, labels, **asked)
+    torch.testing.assert_close(found, OWN[name](leaf, labels, **asked), rtol=1e-5, atol=1e-5)
+    value, *entropy = found if asked else (found,)
+    assert (labels == -100).any() and not any(each.requires_grad for each in entropy)
+    value.backward(_grad_outputs(name))
+    given = logits, labels, _grad_outputs(name)
+    assert_right(Results((value.detach(),), leaf.grad), *given, function=function, **options)
+    assert ours.report().calls == {"fused": 1}
 
 
 def _chunked(hidden, weight, labels):

@@ -87,14 +87,6 @@ def test_a_class_that_was_uninstalled_stays_so_while_the_others_are_installed():
     assert not is_installed(tiny_model(LlamaForCausalLM)) and is_installed(Gemma2ForCausalLM)
 
 
-def test_other_options_are_refused_until_uninstall(llama):
-    install(llama, chunk_size=4)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_size.* uninstall\(\)"):
-        install(llama, chunk_size=8)
-    uninstall(llama)
-    assert install(llama, chunk_size=8).installed
-
-
 NO_MODEL = "target: expected a model of transformers, its class, or None, got"
 REFUSED = [
     (LlamaForCausalLM, {"reduction": "sum"}, TypeError, "reduction"),
@@ -318,21 +310,12 @@ def test_inference_is_equal_bit_for_bit(cls):
 
 
 def test_two_backwards_need_a_gradient_that_is_computed_in_backward(llama):
-    inputs = tiny_inputs(llama)
-    expected = own_step(llama, inputs)
+    """Readers of the logits have two of them with that option."""
     install(llama)
-    loss = llama(**inputs).loss
+    loss = llama(**tiny_inputs(llama)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="gradient='in_backward'"):
         loss.backward()
-    uninstall()
-    install(llama, gradient="in_backward")
-    llama.zero_grad()
-    loss = llama(**inputs).loss
-    loss.backward(retain_graph=True)
-    (0.5 * loss).backward()
-    found = {name: parameter.grad / 1.5 for name, parameter in llama.named_parameters()}
-    assert differs(expected._replace(gradients=found), expected) is None
 
 
 @pytest.mark.parametrize("compiled", ["model", "layers"])

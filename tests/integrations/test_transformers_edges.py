@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 transformers = pytest.importorskip("transformers")
 
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits  # noqa: E402
-from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
+from vocab_parallel_ce.integrations.transformers import audit, install  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.patch import TRACED, WITHOUT_LABELS  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model  # noqa: E402
 
@@ -64,8 +64,8 @@ def _switches_often():
 
 
 @pytest.mark.usefixtures("_switches_often")
-@pytest.mark.parametrize("how", ["with labels", "without labels, two by two"])
-def test_threads_may_call_one_model(llama, how):
+def test_threads_may_call_one_model(llama):
+    """Two with labels, two without."""
     model, inputs = llama, tiny_inputs(llama)
     expected = model(**inputs)
     install(model)
@@ -84,14 +84,13 @@ def test_threads_may_call_one_model(llama, how):
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(how == "with labels" or i % 2 == 0,)) for i in range(4)]
+    threads = [threading.Thread(target=run, args=(i % 2 == 0,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    n_fused = 160 if how == "with labels" else 80
-    assert not errors and found == pytest.approx([expected.loss.item()] * n_fused, rel=1e-6)
-    assert audit(model)["fused"] == n_fused
+    assert not errors and found == pytest.approx([expected.loss.item()] * 80, rel=1e-6)
+    assert audit(model)["fused"] == 80
     assert "_compiled_call_impl" not in vars(model.lm_head)
 
 
@@ -152,11 +151,3 @@ def test_fake_tensors_run_the_models_own_loss(llama):
         outputs = llama(**{name: mode.from_tensor(v) for name, v in list(tiny_inputs(llama).items())[:2]})
         assert outputs.loss.shape == () and outputs.logits.argmax(-1).shape == (2, 12)
     assert audit(llama) == {"hidden states without values, FakeTensor on cpu": 1}
-
-
-def test_a_model_whose_class_is_installed_is_not_uninstalled_silently(llama):
-    model = llama
-    install(Llama)
-    assert uninstall(model) == {
-        "LlamaForCausalLM": "left alone: its class is installed; uninstall() the class, or everything"
-    }

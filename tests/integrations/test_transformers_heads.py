@@ -14,13 +14,11 @@ from torch.nn.utils import parametrize
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
-from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import heads, install, patch, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
 peft = pytest.importorskip("peft")
-Accelerator = pytest.importorskip("accelerate").Accelerator
 
 pytestmark = pytest.mark.reference
 
@@ -210,53 +208,7 @@ def test_the_model_inside_its_wrappers_is_installed(llama, wrappers):
     assert hasattr(llama.forward, "vocab_parallel_ce") and uninstall(llama) == {"LlamaForCausalLM": "restored"}
 
 
-def test_prepared_by_accelerate_before_install_is_refused_by_name_and_stays_native(llama):
-    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(llama)
-    with pytest.raises(ValueError, match="LlamaForCausalLM: something else has replaced its forward: install.. before"):
-        install(model)
-    assert audit(model) == {}
-
-
 # The logits
-
-
-def outputs_of(model, **inputs):
-    install(model)
-    return model(**tiny_inputs(model) | inputs)
-
-
-def test_logits_are_made_when_they_are_looked_at(llama):
-    native = llama(**tiny_inputs(llama))
-    outputs = outputs_of(llama)
-    logits = outputs.logits
-    assert type(logits) is LazyLogits and isinstance(logits, torch.Tensor)
-    assert logits.shape == (2, 12, 99) and logits.dtype == torch.float32 and logits.requires_grad
-    assert logits[:, :-1].contiguous().view(-1, 99).shape == (22, 99)
-    assert audit(llama) == FUSED  # nothing yet
-    assert torch.equal(logits.argmax(-1), native.logits.argmax(-1))
-    assert torch.equal(logits, native.logits) and torch.equal(logits[:, -1], native.logits[:, -1])
-    assert logits.detach().numpy().shape == (2, 12, 99) and repr(logits) == repr(logits.make())
-    assert audit(llama) == FUSED | {"logits made after the call": 1}
-
-
-def assign_data(model):
-    model.lm_head.weight.data = model.lm_head.weight.data * 2
-
-
-def take_a_step(model):
-    torch.optim.AdamW(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.parametrize("change", [take_a_step, assign_data])
-def test_logits_of_a_head_that_has_changed_are_refused(llama, change):
-    outputs = outputs_of(llama)
-    seen = llama(**tiny_inputs(llama)).logits
-    expected = (seen + 0).detach()
-    outputs.loss.backward()
-    change(llama)
-    with pytest.raises(RuntimeError, match="logits: used after"):
-        outputs.logits.sum()
-    assert torch.equal(seen, expected)  # made before
 
 
 def test_logits_of_a_functional_call_are_those_of_its_weights(llama):

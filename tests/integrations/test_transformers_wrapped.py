@@ -3,6 +3,8 @@
 import copy
 import os
 import re
+import sys
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +17,7 @@ from transformers.distributed import DistributedConfig
 from tests.support.frameworks import transformers_ranks as small
 from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import device_of, in_ranks
-from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
+from vocab_parallel_ce.integrations.transformers import audit, fsdp, install, uninstall
 from vocab_parallel_ce.integrations.transformers.heads import refusal
 
 in_two_ranks = in_ranks((2,), (), (2,))
@@ -102,6 +104,31 @@ def test_heads_of_other_frameworks_fall_back_by_name():
         reason, group = refusal(head)
         assert reason is not None and reason.startswith(expected) and group is None
     assert refusal(nn.Linear(4, 8)) == (None, None)
+
+
+@pytest.mark.reference
+def test_without_the_map_of_states_the_head_is_declined_with_the_reason(monkeypatch):
+    head = nn.Linear(2, 3)
+    assert fsdp.refusal(head) is None
+    monkeypatch.delattr(sys.modules[fsdp.STATES], "_module_state_mapping")
+    assert fsdp.refusal(head).endswith(
+        "does not say which weights FSDP gathers: torch.distributed._composable_state has no _module_state_mapping"
+    )
+
+
+@pytest.mark.reference
+def test_a_state_without_its_groups_is_an_error(monkeypatch):
+    state = type("FSDPState", (), {"__module__": fsdp.HOOKS})()
+    monkeypatch.setattr(sys.modules[fsdp.STATES], "_module_state_mapping", {nn.Module(): weakref.ref(state)})
+    with pytest.raises(ValueError, match="^torch .* does not say .*: FSDPState has no _fsdp_param_groups; uninstall"):
+        fsdp.fsdp_shard(nn.Parameter(torch.zeros(2)))
+
+
+@pytest.mark.reference
+def test_states_of_other_wrappers_have_no_groups(monkeypatch):
+    state = type("ReplicateState", (), {})()
+    monkeypatch.setattr(sys.modules[fsdp.STATES], "_module_state_mapping", {nn.Module(): weakref.ref(state)})
+    assert fsdp.fsdp_shard(nn.Parameter(torch.zeros(2))) is None
 
 
 def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):

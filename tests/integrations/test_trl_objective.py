@@ -10,7 +10,7 @@ pytest.importorskip("trl", minversion="1.16")
 
 import trl
 
-from tests.integrations.test_trl import _sft
+from tests.integrations.test_trl import STEPS, _sft
 from vocab_parallel_ce.integrations import transformers
 from vocab_parallel_ce.integrations.transformers import heads
 
@@ -22,7 +22,7 @@ OBJECTIVES = [
 ]
 REFUSED = [{"loss_type": "sapo"}, {"importance_sampling_level": "sequence"}, {"delta": 2.0}]
 REFUSED += [{"off_policy_mask_threshold": 0.1}, {"use_adaptive_entropy": True, "entropy_coef": 0.1}]
-COMMON = {"max_steps": 10, "optim": "sgd", "learning_rate": 0.5, "use_cpu": True}
+COMMON = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 0.5, "use_cpu": True}
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def example(monkeypatch):
 
 @pytest.mark.reference
 @pytest.mark.parametrize("options", OBJECTIVES, ids=lambda options: options["loss_type"])
-def test_ten_steps_have_trls_curve(example, options, tmp_path):
+def test_training_has_trls_curve(example, options, tmp_path):
     """Of what both log: the example logs no clipped ratios."""
     trainers = (trl.GRPOTrainer, example.ObjectiveTrainer)
     own, found = [example.trained(trainer, str(tmp_path), **COMMON, **options) for trainer in trainers]
     own_steps, steps = [[s for s in made.state.log_history if "loss" in s] for made in (own, found)]
-    assert len(own_steps) == len(steps) == 10 and own_steps[0]["loss"] != own_steps[-1]["loss"]
+    assert len(own_steps) == len(steps) == STEPS and own_steps[0]["loss"] != own_steps[-1]["loss"]
     for step, own_step in zip(steps, own_steps, strict=True):
         of_both = {name: own_step[name] for name in step.keys() - {"step_time"}}
         assert {"loss", "grad_norm", "entropy"} <= of_both.keys()

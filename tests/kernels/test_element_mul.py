@@ -1,10 +1,6 @@
 """Multiplying a stored gradient by ``grad_output``."""
 
-import pytest
 import torch
-
-from tests.kernels.rows import walked_layouts
-from tests.support.cases.inputs import DTYPES
 
 
 def scale(grad, grad_output):
@@ -17,18 +13,6 @@ def test_worked_example(kernel_device):
     grad = torch.tensor([[1.0, 2.0, 3.0]], device=kernel_device)
     scale(grad, torch.tensor([0.5], device=kernel_device))
     assert grad.tolist() == [[0.5, 1, 1.5]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", (3, 64, 2051))
-def test_each_row_by_its_own_factor(kernel_device, dtype, columns):
-    """One factor read for all rows gave a gradient of 0 wherever the first token was masked."""
-    # Powers of two: the product is exact in every dtype, whatever the rounding.
-    for factors in (torch.tensor([0.0, 2.0, -0.5, 1.0, 4.0]), torch.tensor([-4.0]).expand(5)):
-        grad, grad_output = torch.randn(5, columns).to(dtype).to(kernel_device), factors.to(kernel_device)
-        want = grad * grad_output[:, None].to(dtype)
-        scale(grad, grad_output)
-        assert torch.equal(grad, want)
 
 
 def test_more_rows_than_programs(kernel_device):
@@ -50,13 +34,3 @@ def test_a_factor_of_1_writes_nothing(kernel_device):
     assert torch.equal(grad[1], torch.full((40,), 16.0, device=kernel_device))
     unchanged = grad.cpu().view(torch.int32)[[0, 2, 3]]
     assert torch.equal(unchanged, signalling[[0, 2, 3]])
-
-
-def test_every_layout_and_nothing_beside_it(kernel_device):
-    for layout in walked_layouts(67, disjoint=True, device=kernel_device):
-        rows = layout.view.shape[:-1].numel()
-        grad_output = torch.arange(rows, device=kernel_device, dtype=torch.float32) + 2
-        want = layout.view.clone() * grad_output.view(*layout.view.shape[:-1], 1)
-        scale(layout.view, grad_output)
-        assert torch.equal(layout.view, want), layout.name
-        assert layout.outside_is_untouched(), layout.name

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.kernels.rows import whole
 from tests.support.cases.inputs import NAN, NEG_INF, batch
 from tests.support.cases.logits import EVERY, random_grad_output
 from tests.support.truth.budget import assert_within_budget
@@ -14,6 +13,11 @@ from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True, sum_sq_probs=True)
 ALL = LossOptions(-100, EVERY["label_smoothing"], EVERY["z_loss"], EVERY["logit_scale"], EVERY["softcap"])
+
+
+def whole(logits):
+    """The shard of one rank."""
+    return VocabShard(0, logits.shape[-1], logits.shape[-1])
 
 
 def label_loss(options=PLAIN, shard=None):
@@ -104,15 +108,3 @@ def test_predictions_are_exact_up_to_the_largest_vocabulary_and_the_first_of_equ
     stats, labels = torch.tensor(of_ranks, device=kernel_device), torch.tensor([last, 9], device=kernel_device)
     outputs = outputs_of(stats, labels, 2**24, LossOptions(predictions=True))
     assert outputs.predictions.tolist() == [last, 5]
-
-
-def test_the_private_launch_and_tritons_own_give_equal_results(kernel_device, monkeypatch):
-    from vocab_parallel_ce.kernels import rows
-
-    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
-    labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
-    expected = [stats_of(logits, labels, EVERY_STATISTIC) for _ in range(2)]
-    monkeypatch.setattr("triton.__version__", "9.9.0")
-    monkeypatch.setattr(rows, "_launch", rows._launch.__wrapped__)
-    for want in expected:
-        assert torch.equal(stats_of(logits, labels, EVERY_STATISTIC), want)

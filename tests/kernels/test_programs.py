@@ -15,7 +15,7 @@ from tests.support.cases.flat import (
     linear_token_log_probs,
 )
 from tests.support.kernels.interpreted_programs import interpreted_programs
-from tests.support.kernels.launch_shapes import BY_SIZE, ONE, SEVERAL, forget_plans, programs
+from tests.support.kernels.launch_shapes import ONE, SEVERAL, forget_plans, programs
 from vocab_parallel_ce import Head, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
 
 pytest.importorskip("triton")
@@ -112,7 +112,7 @@ def in_programs(device):
 
 
 @pytest.mark.parametrize("device", LANES)
-@pytest.mark.parametrize("kind", (ONE, SEVERAL, BY_SIZE))
+@pytest.mark.parametrize("kind", (ONE, SEVERAL))
 @pytest.mark.parametrize("name", LOSSES)
 def test_calls_of_a_kind_have_the_bits_of_calls_alone(name, kind, device):
     with programs(kind), in_programs(device):

@@ -20,7 +20,6 @@ from tests.support.cases.linear import (
     record_matmuls,
 )
 from tests.support.cases.linear import N_LEAVES as ROWS
-from tests.support.cases.logits import EVERY
 from tests.support.cases.weights import weights
 from vocab_parallel_ce.targets import Role, Tokens, check_target
 
@@ -158,21 +157,6 @@ def test_checkpointed_recomputation(impl_device, way, use_reentrant):
         assert torch.equal(value, same)
 
 
-@TWO_WAYS
-def test_compiled_caller(impl_device, way):
-    """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
-    case = Leaves(impl_device)
-
-    def step(hidden):
-        found = case.loss(hidden * 2, outputs=("predictions",), chunk_size=2, **EVERY, **way)
-        return found.loss * 2, found.predictions
-
-    compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
-    outputs = compiled(case.hidden), step(case.hidden)
-    results = [(*both, *torch.autograd.grad(both[0].sum(), case.leaves)) for both in outputs]
-    assert all(map(torch.equal, *results))
-
-
 @AT_ANY_MOMENT
 def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device, way):
     """Others scale their saved buffer twice, silently."""
@@ -196,19 +180,6 @@ def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device,
     # A gradient that pretends to be a constant would be silently wrong.
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(case.loss(**way), case.leaves, grad_output, create_graph=True)
-
-
-@AT_ANY_MOMENT
-def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
-    case = Leaves(impl_device)
-    hidden = case.hidden * 1
-    loss = case.loss(hidden, **way)
-    grad_output = case.grad_output(loss)
-    kept, version = grad_output.clone(), grad_output._version
-    loss.backward(grad_output)
-    assert torch.equal(grad_output, kept) and grad_output._version == version
-    assert hidden._version == case.weight._version == case.bias._version == case.labels._version == 0
-    assert torch.equal(hidden, case.hidden) and torch.equal(case.hidden.cpu(), case.inputs.hidden)
 
 
 @pytest.mark.parametrize("name", ["weight", "num_items", "class_weight"])

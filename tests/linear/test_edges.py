@@ -12,7 +12,7 @@ from torch import nn
 from tests.linear.test_autograd import AT_ANY_MOMENT, MOMENTS
 from tests.support.cases import linear
 from tests.support.cases.flat import linear_cross_entropy, linear_token_log_probs
-from tests.support.cases.inputs import DTYPES, IGNORE_INDEX
+from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import (
     COLUMNS,
     TWO_WAYS,
@@ -26,7 +26,7 @@ from tests.support.cases.linear import (
     run,
 )
 from tests.support.cases.linear import N_LEAVES as ROWS
-from tests.support.cases.logits import METRICS, REDUCTIONS, flat_outputs
+from tests.support.cases.logits import METRICS, flat_outputs, grads_of_every_output
 from tests.support.host.gpu import captured
 from tests.support.truth.budget import K, assert_within_budget
 from vocab_parallel_ce.head.loops import Products
@@ -62,16 +62,6 @@ def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device)
         gradients.append(weight.grad)
         weight.grad = None
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("leading", [(2, 1, 3), (1,)])
-def test_shapes_and_dtypes(impl_device, leading):
-    for dtype, reduction in zip(DTYPES, REDUCTIONS, strict=True):
-        inputs = linear.projection("peaked", torch.Size(leading).numel(), dtype=dtype, bias=True).shaped(*leading)
-        (loss,), *gradients = run(impl_device, inputs, reduction=reduction)
-        assert loss.shape == (leading if reduction == "none" else ()) and loss.dtype == torch.float32
-        for gradient, tensor in zip(gradients, (inputs.hidden, inputs.weight, inputs.bias), strict=True):
-            assert gradient.shape == tensor.shape and gradient.dtype == dtype
 
 
 @TWO_WAYS
@@ -195,6 +185,16 @@ def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
         assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
 
 
+def test_few_valid_tokens_have_their_own_temperatures(impl_device):
+    """Ignored tokens, which are left out, come first."""
+    inputs, t = linear.projection("peaked"), torch.linspace(0.4, 1.9, linear.ROWS)
+    inputs.labels[[0, 2]] = IGNORE_INDEX
+    grads = grads_of_every_output(linear.ROWS)
+    options = {"function": linear.linear_every_output, "valid_tokens": 3, "chunk_size": 2}
+    results = run(impl_device, inputs, *grads, temperature=t.to(impl_device[1]), **options)
+    assert_right(results, inputs, *grads, temperature=t, **options)
+
+
 @pytest.mark.reference
 @pytest.mark.parametrize("function", (linear_cross_entropy, linear_token_log_probs))
 def test_parameters_and_their_views_are_plain_tensors(function):
@@ -204,17 +204,6 @@ def test_parameters_and_their_views_are_plain_tensors(function):
         parameter.grad = None
         function(hidden, view, labels).sum().backward()
         assert parameter.grad.any()
-
-
-@AT_ANY_MOMENT
-@pytest.mark.usefixtures("unread_labels")
-def test_a_label_outside_the_vocabulary_is_nan(impl_device, way):
-    inputs = linear.projection("peaked")
-    inputs.labels[1], inputs.labels[3] = -1, COLUMNS
-    (loss,), hidden, _, _ = check(impl_device, inputs, chunk_size=2, **way)
-    assert loss.isnan().any() and hidden.isnan().any(dim=1).tolist() == [False, True, False, True, False]
-    with pytest.raises(ValueError, match=r"^labels: .* 2 outside.*\(1,\): -1$"):
-        run(impl_device, inputs, check_labels=True, **way)
 
 
 @AT_ANY_MOMENT

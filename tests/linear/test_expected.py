@@ -9,11 +9,8 @@ import torch
 from tests.support.cases import linear
 from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
-from tests.support.cases.logits import EVERY, flat_outputs
+from tests.support.cases.logits import EVERY
 from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
-from tests.support.ranks import case as on_ranks
-from tests.support.ranks.linear import COLUMNS as OF_RANK
-from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce.head import expected as module
 
 ROWS, FACTOR = linear.N_LEAVES, -0.37
@@ -128,20 +125,6 @@ def test_autocast_rounds_no_fp32_gradient(impl_device):
         assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
 
 
-def test_metrics_and_a_bound_of_valid_tokens(impl_device):
-    case, mask = Expecting(impl_device), mask_of(ROWS)
-    ignored = case.labels == -100
-    n_valid = int((~ignored).sum())
-    loss, predictions = flat_outputs(case.loss(mask, outputs=("predictions",), valid_tokens=n_valid))
-    assert torch.equal(predictions == -1, ignored)
-    assert torch.equal(predictions, case.loss(mask, outputs=("predictions",)).predictions)
-    gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
-    assert_right(Results((loss.detach(),), *gradients), case.inputs, FACTOR * mask, reduction="none")
-    loss = case.loss(mask, valid_tokens=n_valid - 1, check_labels=False)
-    gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
-    assert all(value.isnan().all() for value in (loss, *gradients))
-
-
 def test_no_tokens_and_a_second_backward(impl_device):
     case, mask = Expecting(impl_device), mask_of(ROWS)
     empty = torch.zeros(0, WIDTH, device=case.device, requires_grad=True)
@@ -183,20 +166,3 @@ def test_a_captured_graph_finds_the_factor_of_each_replay():
     hidden = case.leaves[0].detach()
     batches = [(hidden * number, mask, mask * number) for number, mask in enumerate(masks, 2)]
     assert_graph_replays(step, (hidden.clone(), masks[0].clone(), masks[0].clone()), batches)
-
-
-def _with_mask(hidden, weight, labels, **options):
-    mask = mask_of(labels.numel()).to(labels.device)
-    return linear_cross_entropy(hidden, weight, labels, expected_grad_output=mask, **options)
-
-
-@in_several_ranks
-@pytest.mark.parametrize(("sequence_parallel", "main_grad"), [(False, True), (True, False)])
-def test_several_ranks_find_the_same_factor(rank_pool, impl, sequence_parallel, main_grad):
-    inputs = linear.projection("some_ignored", 8, OF_RANK, dtype=torch.bfloat16)
-    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_size": 4}
-    grad_outputs = (FACTOR * mask_of(8),)
-    case = on_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
-    results = rank_pool.run(on_ranks.run, case)
-    on_ranks.check(case._replace(function=linear_cross_entropy), results)
-    assert not any(result.in_backward for result in results)

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.cases.flat import LinearCrossEntropy, linear_cross_entropy
+from tests.support.cases.flat import LinearCrossEntropy
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, projection
-from tests.support.cases.weights import weights
 from tests.support.truth.budget import assert_within_budget
 
 
@@ -64,17 +63,6 @@ def test_a_head_of_its_own_is_in_its_state(impl_device):
         loss.backward()
         gradients = [parameter.grad for parameter in module.parameters()] + [None]
         assert_right(Results((loss,), hidden.grad, *gradients[:2]), inputs)
-
-
-@pytest.mark.reference
-def test_class_weights_are_a_buffer():
-    inputs, head = projection(), nn.Linear(WIDTH, COLUMNS, bias=False)
-    given = {"class_weight": weights(), "label_smoothing": 0.1}
-    module = LinearCrossEntropy(head, **given)
-    assert module.state_dict().keys() == {"class_weight", "linear.weight"}
-    assert [*module.parameters()] == [head.weight]
-    expected = linear_cross_entropy(inputs.hidden, head.weight, inputs.labels, **given)
-    assert torch.equal(module(inputs.hidden, inputs.labels), expected)
 
 
 class TiedModel(nn.Module):

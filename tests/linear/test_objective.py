@@ -17,7 +17,7 @@ from vocab_parallel_ce import linear_cross_entropy
 
 ROWS, OF_RANKS = linear.N_LEAVES, 8
 WAY = {"gradient": "in_forward", "logit_scale": 0.3}  # log-probabilities near those of the numbers
-CALLS, CALLS_OF_RANKS = objectives.calls_of(ROWS), objectives.calls_of(OF_RANKS)
+CALLS = objectives.calls_of(ROWS)
 BY_NAME = pytest.mark.parametrize("name", OBJECTIVES)
 GRAD_OUTPUT = torch.tensor(0.75)
 
@@ -37,20 +37,19 @@ def test_algorithms(impl_device, dtype, name):
 
 @in_several_ranks
 @pytest.mark.parametrize("form", ["", "main_grad", "sequence_parallel", "padded"])
-def test_algorithms_on_several_ranks(rank_pool, impl, form):
+def test_an_algorithm_on_several_ranks(rank_pool, impl, form):
     """One all_gather and one all_reduce a chunk, and nothing in backward."""
     world = rank_pool.world_size
     inputs = linear.projection("peaked", OF_RANKS, OF_RANK * world, shards=world, bias=True)
     bounds = on_ranks.even(OF_RANK + 2, world) if form == "padded" else None
     options = {"chunk_size": 4, **WAY, "sequence_parallel": form == "sequence_parallel"}
-    for function in CALLS_OF_RANKS.values():
-        size = "vocab_size" if bounds else "even"
-        case = on_ranks.Case(inputs, impl, options, bounds, size, (GRAD_OUTPUT,), function)
-        case = case._replace(main_grad=form == "main_grad")
-        results = rank_pool.run(on_ranks.run, case)
-        on_ranks.check(case, results)
-        if form != "sequence_parallel":
-            check_collectives(case, results, extra=1)
+    size = "vocab_size" if bounds else "even"
+    function = objectives.calls_of(OF_RANKS)["ppo"]
+    case = on_ranks.Case(inputs, impl, options, bounds, size, (GRAD_OUTPUT,), function, main_grad=form == "main_grad")
+    results = rank_pool.run(on_ranks.run, case)
+    on_ranks.check(case, results)
+    if form != "sequence_parallel":
+        check_collectives(case, results, extra=1)
 
 
 class Objectives(linear.Leaves):
@@ -149,20 +148,6 @@ def test_an_ignored_token_among_many_counts_nowhere(impl_device):
     torch.testing.assert_close((loss, d_weight), (other, d_weight_of_others))
     assert not d_hidden[5].any()
     torch.testing.assert_close(torch.cat([d_hidden[:5], d_hidden[6:]]), d_others)
-
-
-def test_chunks_of_other_sizes_and_leading_dimensions(impl_device):
-    case = Objectives(impl_device)
-    whole, gradients = case.loss()[0], case.gradients(chunk_size=2)
-    shape = (2, ROWS // 2)
-    tokens = {name: number.view(shape) for name, number in case.tokens.items()}
-    hidden, labels = case.hidden.detach().view(*shape, WIDTH).requires_grad_(), case.labels.view(shape)
-    options = {"bias": case.bias, "impl": case.impl, "tokens": tokens, "outputs": ["entropy"]}
-    loss, found = linear_objective(hidden, case.weight, labels, ppo, chunk_size=2, **options)
-    torch.testing.assert_close(loss, whole)
-    assert found.log_probs.shape == found.entropy.shape == shape and found.loss is None and loss.shape == ()
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    torch.testing.assert_close(gradient.view(ROWS, WIDTH), gradients[0])
 
 
 def test_three_products_of_each_chunk_and_none_in_backward(impl_device):

@@ -24,25 +24,26 @@ def test_a_gradient_of_0_stays_0_under_an_infinite_upstream_gradient():
     assert not d_hidden.any() and not d_weight.any()
 
 
+REFUSED = [
+    ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
+    ({"reduction": "sum", "num_items": -2}, "num_items: must be at least 0 and finite in fp32, got -2"),
+    ({"smoothing": 0.1}, "unexpected keyword argument 'smoothing'"),
+    # An operator gets a number of tokens by itself: no checks see it in a graph for any number.
+    ({"chunk_size": 0}, "chunk_size: must be positive.*, got 0"),
+    ({"chunk_size": 2**28}, f"chunk_size: a number is one of tokens.*, got {2**28}"),
+    ({"chunk_size": "all"}, "chunk_size: expected 'auto', a number of tokens, or bytes as '256MiB' .*, got 'all'"),
+    # PyTorch's dispatcher makes a number of a bool, and a bool of a number, before an operator sees it.
+    ({"chunk_size": True}, "chunk_size: expected an int, got bool"),
+    ({"reduce_hidden_grad": 1}, "reduce_hidden_grad: expected a bool, got int"),
+]
+
+
 @pytest.mark.reference
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
-        ({"reduction": "sum", "num_items": -2}, "num_items: must be at least 0 and finite in fp32, got -2"),
-        ({"label_smoothing": True}, "label_smoothing: expected "),
-        ({"smoothing": 0.1}, "unexpected keyword argument 'smoothing'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_what_eager_code_refuses_is_refused(options, message):
     torch.compiler.reset()  # past a number of compilations of one function its calls are eager
-    x = test_compile.inputs()
-    for function, args in (
-        (vocab_parallel_cross_entropy, ((x.hidden @ x.weight.t()).detach(), x.labels)),
-        (linear_cross_entropy, x),
-    ):
-        with pytest.raises(Exception, match=message):
-            torch.compile(function, backend="aot_eager")(*args, **options)
+    with pytest.raises(Exception, match=message):
+        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), **options)
 
 
 @pytest.mark.reference
@@ -60,33 +61,6 @@ def test_a_graph_names_the_release():
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize(
-    ("chunk_size", "expected"),
-    [(0, "must be positive"), (-64, "must be positive"), (2**28, "a number is one of tokens")],
-)
-def test_a_chunk_size_of_no_tokens_is_refused_in_compiled_code(chunk_size, expected):
-    """An operator gets a number of tokens by itself: no checks see it in a graph for any number."""
-    torch.compiler.reset()
-    with pytest.raises(Exception, match=f"chunk_size: {expected}.*, got {chunk_size}"):
-        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size=chunk_size)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [("chunk_size", {"chunk_size": True}), ("reduce_hidden_grad", {"reduce_hidden_grad": 1})],
-)
-def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(name, option):
-    """PyTorch's dispatcher makes the one of the other before an operator sees it."""
-
-    def step(*given):
-        return linear_cross_entropy(*given, **option)
-
-    with pytest.raises(Exception, match=f"{name}: expected (a bool, got int|an int, got bool)"):
-        torch.compile(step, fullgraph=True, backend="aot_eager")(*test_compile.inputs())
-
-
-@pytest.mark.reference
 @pytest.mark.parametrize("option", ["chunk_size", "num_items"])
 def test_a_number_of_tokens_that_changes_costs_one_more_graph(option):
     torch.compiler.reset()
@@ -101,13 +75,14 @@ def test_a_number_of_tokens_that_changes_costs_one_more_graph(option):
 
 @pytest.mark.reference
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", ["logit_scale", "vocab_size", "valid_tokens"])
+@pytest.mark.parametrize("name", ["logit_scale", "vocab_size", "valid_tokens", "chunk_size"])
 def test_an_option_that_follows_a_shape_is_seen(name, dynamic):
     """The compiler has a symbol for it, and the text of the other constants has no symbols."""
 
     def step(x):
         n_tokens, n_rows = x.hidden.shape[0], x.weight.shape[0]
-        value = {"logit_scale": 1 / n_tokens, "vocab_size": VocabShard(0, n_rows, n_rows), "valid_tokens": n_tokens}
+        value = {"logit_scale": 1 / n_tokens, "vocab_size": VocabShard(0, n_rows, n_rows)}
+        value |= {"valid_tokens": n_tokens, "chunk_size": n_tokens // 2}
         return (linear_cross_entropy(x.hidden, x.weight, x.labels, **{name: value[name]}),)
 
     torch.compiler.reset()
@@ -115,21 +90,6 @@ def test_an_option_that_follows_a_shape_is_seen(name, dynamic):
     for n in (12, 16, 20):
         x = test_compile.inputs(n=n)
         test_compile.assert_same_bits(test_compile.results(compiled, x), test_compile.results(step, x))
-
-
-@pytest.mark.reference
-def test_a_chunk_that_follows_the_number_of_tokens():
-    def step(x):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=x.hidden.shape[0] // 2),)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for n in (12, 16, 30):
-        x = test_compile.inputs(n=n)
-        test_compile.assert_same_bits(test_compile.results(compiled, x), test_compile.results(step, x))
-    with pytest.raises(
-        ValueError, match="chunk_size: expected 'auto', a number of tokens, or bytes as '256MiB' .*, got 'all'"
-    ):
-        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size="all")
 
 
 @pytest.mark.reference

@@ -224,39 +224,6 @@ def test_in_forward_is_refused_for_a_view_in_the_graph(impl_device):
     assert case.logits_are_untouched() and logits._version == 0
 
 
-@pytest.mark.reference
-def test_memory_that_no_graph_knows_is_not_overwritten():
-    """A Function that returns a view of its own memory, as ``DTensor.to_local`` does: a DTensor's values."""
-
-    class Local(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, anchor, local):
-            return local.view_as(local)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad.sum(), None
-
-    local = torch.randn(3, 8)
-    kept = local.clone()
-    logits = Local.apply(torch.ones((), requires_grad=True), local)
-    vocab_parallel_cross_entropy(logits, torch.tensor([1, 2, 3])).backward()
-    assert torch.equal(local, kept)
-
-
-def test_two_losses_over_the_same_logits(impl_device):
-    case = Leaves(impl_device)
-    total = case.loss(gradient="in_backward") + case.loss(gradient="in_backward")
-    with pytest.raises(RuntimeError, match="gradient='out_of_place'.*modified by an inplace operation"):
-        total.backward()
-
-    for gradient in ("auto", "out_of_place"):
-        case = Leaves(impl_device)
-        first = case.loss(gradient=gradient)
-        (grad,) = torch.autograd.grad(first + 2 * case.loss(gradient=gradient), case.logits)
-        case.assert_right(first, grad, torch.tensor(3.0))
-
-
 def test_auto_leaves_fp16_to_backward(impl_device):
     """p / n underflows in fp16 before a loss scale multiplies it: most of the gradient was 0."""
     case = Leaves(impl_device, dtype=torch.float16, rows=64, columns=4000)

@@ -12,7 +12,7 @@ from tests.logits.test_compile import VOCABULARY, inputs
 from tests.support.cases.logits import METRICS
 from vocab_parallel_ce.compile import Traced, constants_of
 from vocab_parallel_ce.losses.base import LOSSES
-from vocab_parallel_ce.losses.labels import LABELS, LabelLoss
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import HeadOptions, Settings
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs
@@ -95,12 +95,3 @@ def test_constants_keep_their_values_and_types():
     for size, tokens in ((5, 5), ("1KB", None)):
         text, chunk_size = constants_for("labels", settings._replace(head=HeadOptions(chunk_size=size)))
         assert (chunk_size, constants_of(text)[2].head.chunk_size) == (tokens, size if tokens is None else "auto")
-
-
-@pytest.mark.reference
-def test_two_losses_of_one_name_are_refused():
-    """Operators know a loss by its file's name: the later one would replace the other in compiled code."""
-    kind = type("Other", (LabelLoss,), {"__module__": "another.labels"})
-    with pytest.raises(ValueError, match="Other: expected a file of its own name, got labels"):
-        kind()
-    assert LOSSES["labels"] is LABELS

@@ -16,7 +16,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
-from tests.support.cases import flat
 from tests.support.cases.pairs import covering
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
@@ -72,32 +71,15 @@ IN_PLACE = {
 }
 
 
-def of_module(hidden, weight, labels, impl, chunk_size):
-    layer = nn.Linear(WIDTH, COLUMNS, bias=False, device="meta")
-    layer.weight = weight
-    return vp.LinearCrossEntropy(layer, options=vp.HeadOptions(impl=impl, chunk_size=chunk_size))(hidden, labels)
-
-
-OVER_HEADS = {
-    "auto": flat.linear_cross_entropy,
-    "in_backward": partial(flat.linear_cross_entropy, gradient="in_backward"),
-    "module": of_module,
-    "log_probs": flat.linear_token_log_probs,
-}
 LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
 HOOKED_CASES = covering(wrapper=SIMPLE, other=OTHERS, loss=LOSSES)
 HOOKED_CASES += covering(wrapper=COMPILED, other=OTHERS, loss=("auto", "log_probs", "te"))
-# Hidden states are never overwritten, so compiled wrappers add nothing to what tests of compiled calls have.
-LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *SIMPLE), other=OTHERS, loss=tuple(OVER_HEADS))
 # Reentrant checkpoints and no wrapper at all: autograd sees what is overwritten by name.
 SEEN = ("auto", "in_backward", "log_probs", "te, none")
 
 
-def step(call, other, device="cpu", dtype=torch.float32, wrapper="", is_linear=False):
-    """The sum of the losses and of what else uses their input, and the gradients of three leaves.
-
-    ``call(x, weight, labels)`` is a loss over logits, or over hidden states and a weight.
-    """
+def step(call, other, device="cpu", dtype=torch.float32, wrapper=""):
+    """The sum of the losses and of what else uses the logits, and the gradients of three leaves."""
     generator = torch.Generator().manual_seed(0)
     shapes = (ROWS, WIDTH), (WIDTH, WIDTH), (COLUMNS, WIDTH)
     leaves = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype) * 0.6) for s in shapes]
@@ -105,11 +87,11 @@ def step(call, other, device="cpu", dtype=torch.float32, wrapper="", is_linear=F
     factors = torch.randn(2, ROWS, generator=generator).to(device, dtype)
 
     def forward(hidden, square, weight):
-        x = hidden @ square if is_linear else hidden @ square @ weight.t()
+        x = hidden @ square @ weight.t()
         x = x.sigmoid() if other == "saved output" else x
         total = 0.1 * x.logsumexp(-1).pow(2).mean() if other == "auxiliary loss" else 0.0
         for index in range(1 + (other == "second loss")):
-            loss = call(x, leaves[2] if call.is_module else weight, labels[index])
+            loss = call(x, labels[index])
             total = total + (loss * (factors[index] if loss.dim() else factors[index, 0])).sum()
         return total + x.softmax(-1).pow(2).sum() if other == "read afterwards" else total
 
@@ -120,33 +102,26 @@ def step(call, other, device="cpu", dtype=torch.float32, wrapper="", is_linear=F
     return total.detach(), *(leaf.grad for leaf in leaves)
 
 
-class Call:
-    """A loss of this package, or PyTorch's."""
+def theirs(function):
+    """PyTorch's loss in the place of a function."""
+    is_none = function in (OVER_LOGITS["log_probs"], OVER_LOGITS["te, none"])
 
-    def __init__(self, function, impl=None, is_linear=False):
-        self.function, self.impl, self.is_linear = function, impl, is_linear
-        self.is_module = function is of_module  # it has no other weight than its own
+    def call(logits, labels):
+        found = oracle.values(oracle.at_least_fp32(logits), labels, reduction="none" if is_none else "mean")
+        return found.log_probs if function is vp.token_log_probs else found.loss
 
-    def __call__(self, x, weight, labels):
-        if self.impl is not None:
-            head = (weight,) if self.is_linear else ()
-            return self.function(x, *head, labels, impl=self.impl, **({"chunk_size": 3} if self.is_linear else {}))
-        logits = oracle.at_least_fp32(x @ weight.t() if self.is_linear else x)
-        is_none = self.function in (OVER_LOGITS["log_probs"], OVER_LOGITS["te, none"], OVER_HEADS["log_probs"])
-        losses = oracle.values(logits, labels, reduction="none" if is_none else "mean")
-        return losses.log_probs if self.function in (vp.token_log_probs, flat.linear_token_log_probs) else losses.loss
+    return call
 
 
-def result_of(impl_device, wrapper, other, function, is_linear=False):
+def result_of(impl_device, wrapper, other, function):
     impl, device = impl_device
-    return step(Call(function, impl, is_linear), other, device, wrapper=wrapper, is_linear=is_linear)
+    return step(partial(function, impl=impl), other, device, wrapper=wrapper)
 
 
-def check(impl_device, wrapper, other, function, is_linear=False):
-    found = result_of(impl_device, wrapper, other, function, is_linear)
-    theirs = Call(function, is_linear=is_linear)
-    truth = step(theirs, other, dtype=torch.float64, is_linear=is_linear)
-    peer = step(theirs, other, impl_device[1], is_linear=is_linear)
+def check(impl_device, wrapper, other, function):
+    found = result_of(impl_device, wrapper, other, function)
+    truth = step(theirs(function), other, dtype=torch.float64)
+    peer = step(theirs(function), other, impl_device[1])
     for triple in zip(found, truth, peer, strict=True):
         assert_within_budget(*triple)
 
@@ -186,12 +161,6 @@ def test_a_call_that_ran_before_is_refused_under_hooks_and_changes_nothing(gradi
         with save_on_cpu(), torch.no_grad():  # nothing is overwritten
             vocab_parallel_cross_entropy(logits, labels, gradient=gradient)
         assert torch.equal(logits, values)
-
-
-@by_case(LINEAR_CASES)
-def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, loss):
-    """Hidden states and weight are never overwritten."""
-    check(impl_device, wrapper, other, OVER_HEADS[loss], is_linear=True)
 
 
 @pytest.mark.interpreted(4)

@@ -1,8 +1,6 @@
 """The public names: signatures, documentation, the module of the loss, the command line."""
 
-import copy
 import dataclasses
-import importlib
 import inspect
 import re
 
@@ -11,8 +9,6 @@ import torch
 
 import vocab_parallel_ce as package
 from tests.docs.markdown import PAGES
-from tests.support.cases.linear import COLUMNS, WIDTH, projection
-from tests.support.cases.logits import EVERY
 from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main
@@ -81,7 +77,6 @@ def test_the_modules_take_the_options_of_the_functions():
     assert _defaults(package.LinearCrossEntropy) == expected
 
 
-TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
 DERIVED = {"n_ids", "negated", "head"}  # from labels, a teacher, the function, or its options
 OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
 ABSENT = {  # fields of Settings that a function has no parameter for
@@ -103,62 +98,8 @@ def test_each_setting_is_a_parameter_with_its_default(function):
     assert found == {name: settings[name] for name in found}
 
 
-SET = {"ignore_index": 3, "label_smoothing": 0.5, "z_loss": 0.25, "softcap": 9.0, "logit_scale": 0.75}
-SET |= {"temperature": 2.0, "divergence": "js", "beta": 0.125, "hard_weight": 0.0, "outputs": ("lse",)}
-SET |= {"reduction": "sum", "gradient": "in_backward", "impl": "reference", "check_labels": True, "vocab_size": 2}
-
-
-@pytest.mark.parametrize("function", ABSENT)
-def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, function):
-    """One that is forgotten, or passed on as another, would be ignored without an error."""
-    made, module, is_head = [], importlib.import_module(function.__module__), "linear" in function.__name__
-
-    def stop(*arguments, **keywords):
-        made.extend(each for each in arguments if isinstance(each, Settings))
-        raise InterruptedError
-
-    monkeypatch.setattr(module, "run_head" if is_head else "run_logits", stop)
-    given = {name: SET[name] for name in _defaults(function) if name in Settings._fields}
-    expected = dict(given)
-    if is_head:
-        of_head = {name: SET[name] for name in OVER_LOGITS}
-        options = HeadOptions(chunk_size=4, **of_head)
-        given["options"], expected = options, expected | of_head | {"head": options}
-    hidden = torch.zeros(2, 3)
-    tensors = [hidden, hidden, torch.zeros(2, dtype=torch.int64)][-len(TENSORS[function]) :]
-    if function is package.linear_distillation_loss:
-        tensors = [package.Head(hidden, hidden)] * 2
-    with pytest.raises(InterruptedError):
-        function(*tensors, **given)
-    (settings,) = made
-    assert {name: getattr(settings, name) for name in expected} == expected
-
-
 def test_completion_offers_public_names_alone():
     assert set(dir(package)) == {*package.__all__, "__version__", "integrations"}
-
-
-@pytest.mark.quick(2)
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("family", ["logits", "linear"])
-def test_a_module_takes_the_number_of_items_and_returns_outputs(impl_device, family):
-    impl, device = impl_device
-    inputs = projection()
-    labels, options = inputs.labels.to(device), {**EVERY, "reduction": "sum", "impl": impl, "outputs": ("predictions",)}
-    if family == "linear":
-        options["options"] = HeadOptions(impl=options.pop("impl"))
-        owner = torch.nn.ModuleList([head := torch.nn.Linear(WIDTH, COLUMNS, bias=False)])
-        head.weight.data.copy_(inputs.weight)
-        module, states = package.LinearCrossEntropy(owner.to(device)[0], **options), inputs.hidden.to(device)
-        expected = package.linear_cross_entropy(states, head.weight, labels, num_items=4, **options)
-    else:
-        module, states = package.VocabParallelCrossEntropy(**options), inputs.logits().to(device)
-        expected = package.vocab_parallel_cross_entropy(states, labels, num_items=4, **options)
-    for each in (module, copy.deepcopy(module), module.eval()):
-        for actual in (each(states, labels, 4), each(states, labels, num_items=4)):
-            assert isinstance(actual, package.Outputs) and torch.equal(actual.loss, expected.loss)
-            assert torch.equal(actual.predictions, expected.predictions)
-    assert not list(module.parameters()) and not module.state_dict()
 
 
 @pytest.mark.reference

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.frameworks import training
 from tests.support.ranks.pools import device_of, in_ranks
@@ -32,17 +31,6 @@ WRAPS = {
 }
 
 
-class Checkpointed(torch.nn.Module):
-    """Runs a model again in backward; a reentrant checkpoint needs an input with a gradient."""
-
-    def __init__(self, model, use_reentrant):
-        super().__init__()
-        self.model, self.use_reentrant = model, use_reentrant
-
-    def forward(self, tokens, labels):
-        return checkpoint(self.model, tokens.requires_grad_(), labels, use_reentrant=self.use_reentrant)
-
-
 def micro_batches(step, rank, device="cpu"):
     """Those of one rank in one step."""
     first = MICRO * (RANKS * step + rank)
@@ -55,13 +43,12 @@ def _backward(model, batch):
     return loss.detach()
 
 
-def _trained(rank, group, impl, name, wrap, use_reentrant):
+def _trained(rank, group, impl, name, wrap):
     """Train, with a synchronisation at the last micro-batch of each step."""
     device = device_of(rank, group)
     loss, options = LOSSES[name]
     model = training.Model(loss, **({} if loss == "torch" else {"impl": impl}), **options).to(device)
-    module = model if use_reentrant is None else Checkpointed(model, use_reentrant)
-    wrapped = DistributedDataParallel(module, **WRAPS[wrap])
+    wrapped = DistributedDataParallel(model, **WRAPS[wrap])
     optimizer, steps = torch.optim.SGD(wrapped.parameters(), lr=training.RATE), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -76,10 +63,16 @@ def _trained(rank, group, impl, name, wrap, use_reentrant):
     return steps
 
 
-def check(rank_pool, impl, name, wrap, use_reentrant=None):
+WRAPPED = [(name, "static") for name in ("logits, in_forward", "linear, in_backward")]
+WRAPPED += [("logits", "static, views"), ("linear", "unused")]
+
+
+@pytest.mark.parametrize(("name", "wrap"), WRAPPED)
+@in_two_ranks
+def test_accumulated_gradients(rank_pool, impl, name, wrap):
     """Gradients and weights of both ranks are those of all their micro-batches, and so is their mean loss."""
     truth = training.fp64_steps([[*micro_batches(step, 0), *micro_batches(step, 1)] for step in range(STEPS)])
-    found, peer = (_with_mean_loss(rank_pool.run(_trained, impl, of, wrap, use_reentrant)) for of in (name, "torch"))
+    found, peer = (_with_mean_loss(rank_pool.run(_trained, impl, of, wrap)) for of in (name, "torch"))
     for ours, theirs in zip(found, peer, strict=True):
         training.assert_same_steps(ours, truth, theirs)
 
@@ -87,16 +80,6 @@ def check(rank_pool, impl, name, wrap, use_reentrant=None):
 def _with_mean_loss(by_rank):
     means = [sum(step.loss for step in at) / RANKS for at in zip(*by_rank, strict=True)]
     return [[step._replace(loss=loss) for step, loss in zip(steps, means, strict=True)] for steps in by_rank]
-
-
-WRAPPED = [(name, "static") for name in LOSSES if name != "torch"]
-WRAPPED += [("logits", "static, views"), ("linear", "unused")]
-
-
-@pytest.mark.parametrize(("name", "wrap"), WRAPPED)
-@in_two_ranks
-def test_accumulated_gradients(rank_pool, impl, name, wrap):
-    check(rank_pool, impl, name, wrap)
 
 
 def _of_a_wrapped_head(rank, group, impl, wrapper, is_held):
@@ -175,9 +158,3 @@ def test_logits_of_a_wrapped_head_are_overwritten_if_nobody_holds_them(rank_pool
     for found, is_unchanged, _ in results:
         assert found == [not is_held] and is_unchanged
     assert_averaged([pairs for *_, pairs in results])
-
-
-@pytest.mark.parametrize(("name", "use_reentrant"), (("logits", True), ("logits", False), ("linear", False)))
-@in_two_ranks
-def test_a_static_graph_over_a_checkpoint(rank_pool, impl, name, use_reentrant):
-    check(rank_pool, impl, name, "static", use_reentrant)

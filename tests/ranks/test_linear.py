@@ -9,7 +9,6 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.support.cases import linear
 from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import IGNORE_INDEX, transposed_grad_output
-from tests.support.cases.logits import grads_of_every_output
 from tests.support.cases.weights import weights
 from tests.support.ranks import linear as sizes
 from tests.support.ranks.case import Case, check, chunked, distributed, even, run
@@ -57,25 +56,16 @@ def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, imp
         assert sent == [12 * tokens for tokens in parts]
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "size", "bounds_of"),
-    [
-        (50, "vocab_size", lambda world: chunked(50, world)),
-        (50, "vocab_size", lambda world: even(26, world)),
-        (50, "shard", lambda world: even(26, world)[::-1]),
-        (13, "shard", lambda world: even(13, world)),
-    ],
-    ids=["uneven", "padded", "in another order", "all padding"],
-)
 @in_several_ranks
-def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
+def test_shards_in_another_order_and_shards_that_are_all_padding(rank_pool, impl):
     """Padded rows of the weight hold large numbers, which would show in every gradient."""
-    bounds = bounds_of(rank_pool.world_size)
-    for way in sizes.WAYS.values():
-        inputs = linear.projection("shard_edges", sizes.ROWS, vocab_size, bias=True)
-        inputs.labels[0], inputs.labels[1] = vocab_size - 1, IGNORE_INDEX
-        case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, size)
-        check(case, rank_pool.run(run, case))
+    world = rank_pool.world_size
+    for vocab_size, bounds in ((50, even(26, world)[::-1]), (13, even(13, world))):
+        for way in sizes.WAYS.values():
+            inputs = linear.projection("shard_edges", sizes.ROWS, vocab_size, bias=True)
+            inputs.labels[0], inputs.labels[1] = vocab_size - 1, IGNORE_INDEX
+            case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, "shard")
+            check(case, rank_pool.run(run, case))
 
 
 @in_two_ranks
@@ -113,7 +103,7 @@ PARTS = {  # shape of the tokens, and options by the number of ranks
 
 
 @pytest.mark.parametrize("name", PARTS)
-@sizes.BY_WAY
+@linear.TWO_WAYS
 @in_several_ranks
 def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way, name):
     """In several chunks, the tokens are then not in their order."""
@@ -131,16 +121,6 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
     check(case, results)
     # Hidden states are gathered in each pass over them, statistics once, gradients scattered once.
     sizes.check_sent(case, results, leaves_out=False)
-
-
-@in_two_ranks
-def test_temperatures_of_parts_of_the_sequence(rank_pool, impl):
-    """Each chunk has tokens of both ranks."""
-    inputs = linear.projection("shard_edges", sizes.ROWS, 2 * sizes.COLUMNS, shards=2)
-    options = {"temperature": torch.linspace(0.4, 2.0, sizes.ROWS), "chunk_size": 4, "sequence_parallel": True}
-    grads = tuple(grads_of_every_output(sizes.ROWS))
-    case = Case(inputs, impl, options, grad_outputs=grads, function=linear.linear_every_output)
-    check(case, rank_pool.run(run, case))
 
 
 @in_four_ranks
@@ -246,22 +226,6 @@ def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
         for tensor in (result.outputs[0], weight, bias):
             assert torch.equal(tensor, torch.zeros_like(tensor))
         assert not result.in_forward + result.in_backward
-
-
-@linear.TWO_WAYS
-@in_two_ranks
-def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold(rank_pool, impl, way):
-    """No label is it, and labels that are put in the order of the chunks are none of it either."""
-    world = rank_pool.world_size
-    inputs = linear.many_tokens(4 * world, sizes.COLUMNS * world)
-    options = {**way, "sequence_parallel": True, "chunk_size": 2 * world, "ignore_index": 2**40}
-    case = Case(inputs, impl, options)
-    wide = rank_pool.run(run, case)
-    check(case, wide)
-    narrow = rank_pool.run(run, case._replace(inputs=inputs._replace(labels=inputs.labels.int())))
-    for result, expected in zip(narrow, wide, strict=True):
-        first, second = ((*each.outputs, *each.gradients[:2]) for each in (result, expected))
-        assert all(map(torch.equal, first, second))
 
 
 def _refusals(rank, group, impl):

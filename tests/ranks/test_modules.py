@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,13 +70,3 @@ def test_a_module_with_a_group_is_copied_and_pickled(rank_pool, impl):
         assert len(equal) == 13 and all(equal.values()), equal
         for error, got in zip(errors, ("no such group", r"(0, 1)"), strict=True):
             assert error.startswith("ValueError: group: expected the process group ") and f"got {got}; make" in error
-
-
-@pytest.mark.reference
-def test_modules_of_one_rank_are_copied_and_pickled():
-    model = Model(reduction="sum")
-    given = torch.ones(TOKENS, WIDTH).cumsum(0), torch.arange(TOKENS)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.allclose, other(*given), model(*given)))
-        other.loss.reduction = "none"
-        assert model.loss.reduction == "sum"

@@ -3,7 +3,6 @@
 5 columns on 4 ranks are 2, 2, 1 and 0. A rank that refused its shard alone would leave the others waiting.
 """
 
-import warnings
 from functools import partial
 
 import pytest
@@ -36,14 +35,12 @@ def _made(device):
     made["labels"] = torch.tensor([0, 4, -100, 3, 1, 2])
     made["ids"] = torch.tensor([[0, 4, -100], [4, 1, 2]]).repeat(3, 1)
     made["known"] = made["teacher"].log_softmax(-1).topk(2)
-    made["temperature"] = torch.linspace(0.5, 1.5, TOKENS)
     return {n: t.to(device) if isinstance(t, torch.Tensor) else tuple(p.to(device) for p in t) for n, t in made.items()}
 
 
 def _over_logits(m, columns, **on):
     """By name, what a call of every front over ``logits`` of these columns returns."""
     teacher = vp.TopKTeacher(m["known"][1], m["known"][0])
-    every = ("entropy", "lse", "sum_sq_probs", "predictions")
     of = partial(vp.vocab_parallel_cross_entropy, labels=m["labels"], **on)
     log_probs = partial(vp.token_log_probs, labels=m["labels"], **on)
     distil = partial(vp.distillation_loss, **on)
@@ -51,17 +48,12 @@ def _over_logits(m, columns, **on):
     return {
         "mean": of,
         "every option": partial(of, label_smoothing=0.1, z_loss=0.1, softcap=3.0, class_weight=m["weights"]),
-        "weights of columns": partial(of, class_weight=m["weights"][columns], reduction="none"),
-        "in_backward": partial(of, gradient="in_backward", outputs=("mean_logit", "predictions")),
         "in_forward": lambda logits: of(logits * 1, gradient="in_forward", reduction="sum"),
-        "module": partial(vp.VocabParallelCrossEntropy(reduction="sum", **on), labels=m["labels"]),
-        "log-probabilities": partial(log_probs, outputs=every, temperature=m["temperature"]),
         "sampling": lambda logits: log_probs(
             logits, threshold=vp.sampling_threshold(logits, top_k=4, top_p=0.95, **of_columns)
         ),
         "given ids": partial(vp.token_log_probs, labels=m["ids"], **on),
         "teacher": partial(distil, teacher=m["teacher"][:, columns], labels=m["labels"], hard_weight=0.5),
-        "teacher, js": partial(distil, teacher=m["teacher"][:, columns], divergence="js"),
         "known tokens": partial(distil, teacher=teacher),
         "known tokens, reverse": partial(distil, teacher=teacher._replace(rest="bucket"), divergence="reverse"),
     }
@@ -78,29 +70,13 @@ def _over_heads(m, columns, **on):
     def distil(teacher, **more):
         return lambda h, w, b: flat.linear_distillation_loss(vp.Head(h, w, b), teacher, **more, **on)
 
-    def module(h, w, b):
-        with warnings.catch_warnings():  # PyTorch's, of a weight without elements
-            warnings.simplefilter("ignore")
-            own = flat.LinearCrossEntropy(in_features=WIDTH, columns=len(w), bias=True, reduction="sum", **on)
-        return torch.func.functional_call(own, {"linear.weight": w, "linear.bias": b}, (h, m["labels"]))
-
     return {
         "mean": linear(flat.linear_cross_entropy, chunk_size=2),
         "every option": linear(
             flat.linear_cross_entropy, label_smoothing=0.1, z_loss=0.1, softcap=3.0, class_weight=m["weights"]
         ),
-        "weights of columns": linear(
-            flat.linear_cross_entropy, class_weight=m["weights"][columns], reduction="none", keep_logits="all"
-        ),
-        "module": module,
-        "log-probabilities": linear(
-            flat.linear_token_log_probs,
-            outputs=("entropy", "lse", "sum_sq_probs", "predictions"),
-            temperature=m["temperature"],
-        ),
         "given ids": linear(flat.linear_token_log_probs, labels=m["ids"]),
         "teacher": distil(head, labels=m["labels"], hard_weight=0.5),
-        "teacher, js": distil(head, divergence="js"),
         "known tokens": distil(known),
         "known tokens, reverse": distil(known._replace(rest="bucket"), divergence="reverse"),
     }

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 from tests.refusals.logits import OUTPUTS, TEMPERATURES, WHEN_SET
 from tests.refusals.rows import EITHER, Row, Table, tensor
 from tests.support.cases.flat import LinearCrossEntropy, linear_cross_entropy, linear_token_log_probs
-from vocab_parallel_ce import VocabShard
+from vocab_parallel_ce import HeadOptions, VocabShard
 
 UNITS = r"\(in B, KB, MB, GB, KiB, MiB, GiB\)"
 COLUMNS, WIDTH = 21, 8
@@ -36,17 +36,33 @@ HIDDEN, WEIGHT, BIAS = torch.randn(2, 3, WIDTH), torch.randn(COLUMNS, WIDTH), to
 LABELS = torch.zeros(2, 3, dtype=torch.int64)
 QUANTISED = QuantisedWeight(torch.ones(COLUMNS, WIDTH, dtype=torch.int8), torch.tensor(0.1))
 PADDED = torch.tensor([[0, 19, 20], [-100, 1, 2]])
-CHUNKS: list[Row] = [
+OPTIONS: list[Row] = [
     ({"chunk_size": 0}, ValueError, "chunk_size: .* got 0"),
-    ({"chunk_size": True}, EITHER, "chunk_size: expected .*got .*(bool|True)"),
+    ({"chunk_size": True}, TypeError, "chunk_size: expected .*got bool"),
     ({"chunk_size": None}, EITHER, "chunk_size: expected .*None"),
-    ({"chunk_size": f"{COLUMNS * 4 - 1}B"}, ValueError, "chunk_size: .* 84 bytes, got '83B'"),
     ({"chunk_size": 2.5}, EITHER, "chunk_size: expected .*got .*(float|2.5)"),
+    ({"chunk_size": torch.tensor(4)}, TypeError, "chunk_size: expected an int, got Tensor"),
     *(
         ({"chunk_size": text}, ValueError, f"chunk_size: expected 'auto', .*bytes as '256MiB' {UNITS}, got '{text}'$")
         for text in ("0KiB", "0.0MB", "0.001B", "1 kB", "256mb", ".5MB", "1e3B", "1.MiB", "-1B", "64", "")
     ),
     ({"chunk_size": 2**28}, ValueError, "chunk_size: a number is .*tokens, .*1048576, got 268435456; .*'268435456B'"),
+    ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward', got"),
+    ({"impl": "cuda"}, ValueError, "impl: expected one of 'auto', 'reference', 'triton', 'one_pass', got 'cuda'"),
+    ({"check_labels": 1}, TypeError, "check_labels: expected 'auto', True or False, got int"),
+    ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
+    ({"logits_dtype": torch.float64}, ValueError, "logits_dtype: expected None or torch.float32, got torch.float64"),
+    ({"keep_logits": "much"}, ValueError, "keep_logits: expected 'none', 'all', or bytes as '256MiB' .*, got 'much'"),
+    ({"keep_logits": 5}, TypeError, "keep_logits: expected 'none', 'all', or bytes as '2GiB', got 5"),
+    ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
+    ({"valid_tokens": -1}, ValueError, "valid_tokens: must be at least 0, got -1"),
+    ({"valid_tokens": torch.tensor(3)}, TypeError, "valid_tokens: expected an int.*got Tensor"),
+    ({"valid_tokens": "all"}, ValueError, "valid_tokens: expected 'count', a number or None, got 'all'"),
+    ({"valid_tokens": True}, TypeError, "valid_tokens: expected an int.*got bool"),
+    ({"keep_logits": "all", "gradient": "in_forward"}, ValueError, "keep_logits: expected 'none' with gradient='in_"),
+    ({"reduce_hidden_grad": False, "sequence_parallel": True}, ValueError, "reduce_hidden_grad: expected True with se"),
+    ({"valid_tokens": 3, "sequence_parallel": True}, ValueError, "valid_tokens: expected None with sequence_parallel"),
+    ({"chunks": 4}, TypeError, r".*__init__\(\) got an unexpected keyword argument 'chunks'$"),
 ]
 OF_BOTH: list[Row] = [
     *tensor("hidden", HIDDEN, "list None float64"),
@@ -69,31 +85,17 @@ OF_BOTH: list[Row] = [
     ({"labels": BIAS.expand(2, 3, COLUMNS)}, TypeError, "labels: dtype .*float32; .*distillation_loss"),
     ({"labels": PADDED, "vocab_size": 20, "check_labels": True}, ValueError, r"labels: .*\[0, 20\) .*\(0, 2\): 20$"),
     ({"main_grad": WEIGHT.t()}, ValueError, r"main_grad: .*\(21, 8\).*\(8, 21\)"),
-    *CHUNKS,
-    ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
+    ({"chunk_size": f"{COLUMNS * 4 - 1}B"}, ValueError, "chunk_size: .* 84 bytes, got '83B'"),
     ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
-    ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
-    ({"logits_dtype": torch.bfloat16}, ValueError, "logits_dtype: expected None or torch.float32, got torch.bfloat16"),
     ({"logits_dtype": torch.float32, "impl": "one_pass"}, ValueError, "impl: 'one_pass'"),
-    ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),
-    ({"valid_tokens": torch.tensor(3)}, TypeError, "valid_tokens: expected an int.*got Tensor"),
-    ({"valid_tokens": "all"}, ValueError, "valid_tokens: expected 'count', a number or None, got 'all'"),
-    ({"valid_tokens": True}, TypeError, "valid_tokens: expected an int.*got bool"),
     ({"softcap": 0}, ValueError, "softcap: must be positive"),
     ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),
     ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, r"(weight|vocab_size): .*20.*21"),
     ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .*one rank"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
-    ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
 ]
 NONE, IN_FORWARD = {"reduction": "none"}, {"gradient": "in_forward"}
 WAY, ONE_PASS = NONE | IN_FORWARD, IN_FORWARD | {"impl": "one_pass"}
-KEPT: list[Row] = [
-    ({"keep_logits": "much"}, ValueError, "keep_logits: expected 'none', 'all', or bytes as '256MiB' .*, got 'much'"),
-    ({"keep_logits": 5}, TypeError, "keep_logits: expected 'none', 'all', or bytes as '2GiB', got 5"),
-    ({"keep_logits": "all", **WAY}, ValueError, "keep_logits: expected 'none' with gradient='in_forward', .*got 'all'"),
-    ({"keep_logits": "83B", "chunk_size": 2, **NONE}, ValueError, "keep_logits: must hold .*, 2 tokens of 84 bytes"),
-]
 FACTORS, HALF = torch.ones(2, 3), {"hidden": HIDDEN.half(), "weight": WEIGHT.half(), "bias": BIAS.half()}
 EXPECTED: list[Row] = [
     ({"reduction": "sum"}, ValueError, ".*reduction='none' and gradient='in_forward', got reduction='sum'"),
@@ -105,13 +107,12 @@ EXPECTED: list[Row] = [
     (HALF, ValueError, "expected_grad_output: .*expected bf16 or fp32"),
 ]
 OF_LOSS: list[Row] = [
-    ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
     ({"gradient": "in_forward", **NONE}, ValueError, "gradient: 'in_forward' .*none"),
     ({"label_smoothing": 1.01}, ValueError, "label_smoothing: must be in"),
     ({"num_items": 3, **NONE}, ValueError, "num_items: expected reduction"),
     ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*one-hot"),
     (ONE_PASS, ValueError, "impl: 'one_pass' needs a GPU"),
-    *KEPT,
+    ({"keep_logits": "83B", "chunk_size": 2, **NONE}, ValueError, "keep_logits: must hold .*, 2 tokens of 84 bytes"),
 ]
 OF_LOG_PROBS: list[Row] = [
     ({"labels": LABELS[..., None].expand(2, 3, COLUMNS)}, ValueError, "labels: .*number of given ids.*one-hot"),
@@ -171,9 +172,6 @@ HEADS: list[Row] = [
     (SHAPE, EITHER, "(head|in_features|columns): "),
     ({"bias": True}, EITHER, "(head|bias): "),
     ({"reduction": "max"}, ValueError, "reduction: "),
-    ({"gradient": "out_of_place"}, ValueError, "gradient: "),
-    ({"chunk_size": 0}, ValueError, "chunk_size: "),
-    ({"chunk_size": 2**20 + 1}, ValueError, "chunk_size: a number is one of tokens"),
     ({"soft_cap": 3.0}, TypeError, ".*soft_cap"),
 ]
 # Adapters and hooks are added to a head that exists; wrappers replace ``forward`` in the instance. Reading
@@ -241,6 +239,7 @@ def with_attributes(hidden, labels, **attributes):
 
 
 TABLES = [
+    Table("HeadOptions", HeadOptions, dict, OPTIONS),
     Table("linear_cross_entropy", linear_cross_entropy, a_call, [*OF_BOTH, *OF_LOSS]),
     Table(
         "linear_cross_entropy with expected_grad_output",

@@ -77,18 +77,9 @@ def test_a_teacher_takes_the_place_of_probabilities_as_labels(impl_device, dtype
 
 
 @pytest.mark.reference
-def test_where_the_gradient_is_written():
-    """In place by name, unless the teacher lies in the same memory; a teacher that changes before backward raises."""
+def test_a_teacher_in_the_memory_of_the_logits_or_written_before_backward():
     made = pair_of()
     leaf = made.logits.clone().requires_grad_()
-    logits = leaf * 1
-    loss = distillation_loss(logits, made.other, gradient="in_backward")
-    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    assert grad.data_ptr() == logits.data_ptr()
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, logits)
-    with pytest.raises(ValueError, match="has left its gradient"):
-        distillation_loss(logits, made.other)
     for which in range(2):
         tensors = leaf * 1, made.other.clone()
         loss = distillation_loss(*tensors)
@@ -96,9 +87,8 @@ def test_where_the_gradient_is_written():
         with pytest.raises(RuntimeError, match="were overwritten before backward"):
             loss.backward()
     logits = leaf + 1
-    loss = distillation_loss(logits, logits.detach())
     kept = logits.detach().clone()
-    (grad,) = torch.autograd.grad(loss, logits)
+    (grad,) = torch.autograd.grad(distillation_loss(logits, logits.detach()), logits)
     assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
     with pytest.raises(ValueError, match="^teacher: expected memory of its own"):
         distillation_loss(logits, logits.detach(), gradient="in_backward")
@@ -262,24 +252,6 @@ def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_devi
     for divergence in DIVERGENCES:
         loss = distillation_loss(given[0], given[0], divergence=divergence, reduction="none", impl=impl)
         assert loss.abs().max() < 2e-6
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_an_fp64_student_has_fp64_arithmetic_whatever_its_teacher_is(divergence):
-    made = pair_of(dtype=torch.float64, teacher_dtype=torch.bfloat16)
-    loss = distillation_loss(made.logits, made.other, divergence=divergence, reduction="none")
-    truth = divergences(made.logits, made.other.double(), divergence=divergence)
-    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.reference
-def test_a_student_that_shares_the_teachers_memory_keeps_it():
-    leaf = pair_of().logits.requires_grad_()
-    logits = leaf * 1
-    kept = logits.detach().clone()
-    (grad,) = torch.autograd.grad(distillation_loss(logits, logits.detach()[..., :]), logits)
-    assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
 
 
 def _other_padding(rank, group):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from tests.support.cases.flat import linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
-from tests.support.cases.pairs import covering
 from tests.support.cases.soft import divergences, topk_losses
 from tests.support.ranks.case import BOUNDS, assembled, even
 from tests.support.ranks.collectives import error_of, record_collectives
@@ -61,20 +60,18 @@ def assert_close(found, right):
     torch.testing.assert_close(found.double(), right, rtol=2e-5, atol=2e-6 * float(right.abs().max()))
 
 
-GRADIENTS = ("auto", "in_forward", "in_backward")
-CALLS = covering(  # random calls have all options; these are ranks in processes
-    lambda case: (
-        not (case.get("gradient") == "in_forward" and case.get("reduction") == "none")
-        and not (case.get("divergence") == "top-k" and (case.get("hard") or case.get("tokens", (9,))[0] != 9))
-    ),
-    divergence=("forward", "reverse", "js", "top-k"),
-    reduction=("mean", "none"),
-    hard=(None, 0.0, 0.3),  # None: without labels
-    columns=tuple(BOUNDS),
-    tokens=((9, "auto"), (9, 4), (150, 140)),  # statistics are sent in parts of 128 rows and the rest
-    gradient=GRADIENTS,
-    reduce_hidden_grad=(True, False),
-)
+CALLS = [  # divergence, reduction, weight of the labels (None: no labels), columns, (tokens, chunk), gradient, reduced
+    ("forward", "mean", 0.3, "padded", (150, 140), "in_forward", True),  # statistics are sent in parts of 128 rows
+    ("forward", "none", None, "uneven", (9, 4), "auto", False),
+    ("reverse", "mean", 0.0, "uneven", (9, 4), "in_backward", True),
+    ("reverse", "none", 0.3, "even", (150, 140), "in_backward", False),
+    ("js", "mean", None, "padded", (9, "auto"), "auto", False),
+    ("js", "mean", 0.3, "even", (150, 140), "in_forward", True),
+    ("js", "none", 0.0, "uneven", (150, 140), "auto", True),
+    ("top-k", "mean", None, "padded", (9, 4), "in_forward", True),
+    ("top-k", "none", None, "even", (9, "auto"), "auto", False),
+]
+FACTORS = ("divergence", "reduction", "hard", "columns", "tokens", "gradient", "reduce_hidden_grad")
 
 
 def given_of(case):
@@ -129,9 +126,11 @@ def chunks_of(case, labels, device):
 
 
 @pytest.mark.interpreted(2)
-@pytest.mark.parametrize("case", CALLS, ids=map(str, range(len(CALLS))))
+@pytest.mark.parametrize("call", CALLS, ids=map(str, range(len(CALLS))))
 @in_several_ranks
-def test_ranks(rank_pool, impl, case):
+def test_ranks(rank_pool, impl, call):
+    """Random calls have all options; these are ranks in processes."""
+    case = dict(zip(FACTORS, call, strict=True))
     results, (made, labels, options) = rank_pool.run(_in_rank, case, impl), given_of(case)
     loss, of_ranks = results[0][0], [grads for _, grads, *_ in results]
     hidden = [grads[0] for grads in of_ranks]

@@ -39,7 +39,7 @@ OF_PAIRS = "tests/test_random_calls.py tests/soft"
 OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
 OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
-OF_TARGETS = "tests/linear/test_log_probs.py tests/test_edges.py tests/soft tests/ranks/test_no_columns.py"
+OF_TARGETS = "tests/linear/test_edges.py tests/test_edges.py tests/soft tests/ranks/test_no_columns.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 PROGRAMS = "tests/kernels/test_programs.py tests/logits/test_plans.py"
@@ -69,7 +69,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/nemo": "tests/integrations/test_drop_ins.py tests/integrations/test_nemo.py",
-    "integrations/rebind": "tests/integrations/test_rl.py",
+    "integrations/rebind": "tests/integrations/test_install.py",
     "integrations/trl": "tests/integrations/test_trl.py",
     "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
     "integrations/transformer_engine": "tests/integrations/test_transformer_engine.py",
@@ -90,7 +90,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "api/top_k": "tests/ranks/test_top_k.py",
     "largest": "tests/core/test_largest.py tests/ranks/test_top_k.py",
     "compile": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
-    "options": f"tests/linear/test_options.py tests/core tests/logits/test_module_options.py {OF_HEADS}",
+    "options": f"{REFUSALS} tests/linear/test_options.py tests/core tests/logits/test_module_options.py {OF_HEADS}",
     "api/call": "-m reference tests/linear/test_options.py",
     "api/": "tests/test_random_calls.py tests/logits/test_outputs.py",
     "program": PROGRAMS,

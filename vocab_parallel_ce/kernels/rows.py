@@ -299,9 +299,11 @@ def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int
         return (1, {}) if is_capped else (2, {"maxnreg": 64})
     if block.units:
         return block.at_once, {"maxnreg": 64}
-    if (has_more or is_capped) and not has_edges and not loss.options.predictions:
+    options = loss.options
+    sums = options.entropy, options.sum_sq_probs, options.smoothing or options.mean_logit
+    if (has_more or is_capped) and sum(map(bool, sums)) < 2 and not has_edges and not options.predictions:
         # So ptxas loads both vectors of a tile before it uses the first, with as many programs at once as may be.
-        return block.at_once, {"maxnreg": 40 if is_capped or loss.options.logit_scale != 1 else 36}
+        return block.at_once, {"maxnreg": 40 if is_capped or options.logit_scale != 1 else 36}
     return block.at_once, {}
 
 

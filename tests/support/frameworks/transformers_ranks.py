@@ -26,7 +26,7 @@ WIDTH, TOKENS = 16, (2, 32)  # the logits are the largest tensor of a step by fa
 LOGITS = VOCABULARY * TOKENS[0] * TOKENS[1]
 HALF = (VOCABULARY + 1) // 2
 PADDING = 5
-STEPS, RATE = 10, 0.1
+STEPS, RATE = 5, 0.1
 DDP = {
     "ddp": {},
     "ddp, static": {"static_graph": True},

@@ -1,12 +1,9 @@
 """Compile every kernel for a GPU that need not be there, and report its machine code as JSON.
 
-    python -m tests.support.kernels.compile_kernels cuda:90 [all-variants]
-    python -m tests.support.kernels.compile_kernels --compare BEFORE AFTER
+    python -m tests.support.kernels.compile_kernels cuda:90
 
 Needs a process of its own without ``TRITON_INTERPRET``, which replaces the compiler. Prints one JSON list
-with one entry per variant: a representative set, or with ``all-variants`` every kind of call for every dtype.
-The second command says which variants of two such files of one Triton have other registers or spills, or over 1 % more
-instructions.
+with one entry per variant of a representative set.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,13 +26,12 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tests.support.kernels.kernel_variants import DTYPES, Variant, all_variants, variants
+from tests.support.kernels.kernel_variants import DTYPES, Variant, variants
 from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import launch
 
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
-SIZES = ("registers", "stack_bytes", "local_bytes", "instructions")
 
 
 def source_of(variant: Variant) -> ASTSource:
@@ -132,37 +127,20 @@ def resource_usage(cubin: bytes) -> dict:
     }
 
 
-def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]], index: int) -> dict:
+def report_of(target: GPUTarget, index: int) -> dict:
     """Report the variant at ``index``: launches do not travel between processes."""
-    return report(target, next(islice(chosen(target), index, None)))
-
-
-def compare(before: str, after: str) -> None:
-    """Print what a change did to machine code; exit with 1 if a variant of both lists is larger."""
-    was, now = ({entry["kernel"]: entry for entry in json.loads(Path(file).read_text())} for file in (before, after))
-    print(f"gone: {sorted(was.keys() - now.keys())}\nnew: {sorted(now.keys() - was.keys())}")
-    grown = 0
-    for name in sorted(was.keys() & now.keys()):
-        sizes = [[entry[field] for field in SIZES] for entry in (was[name], now[name])]
-        if sizes[0][:-1] != sizes[1][:-1] or sizes[1][-1] > 1.01 * sizes[0][-1]:
-            grown += 1
-            print(f"{name}: {', '.join(SIZES)} {sizes[0]} -> {sizes[1]}")
-    print(f"{grown} of {len(was.keys() & now.keys())} variants differ")
-    sys.exit(grown > 0)
+    return report(target, next(islice(variants(target), index, None)))
 
 
 def main() -> None:
-    if sys.argv[1] == "--compare":
-        compare(*sys.argv[2:])
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
     backend, arch = sys.argv[1].split(":")
     target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
     launch.can_overlap = lambda: backend == "cuda" and int(arch) >= 90  # as on the target
-    chosen = all_variants if "all-variants" in sys.argv else variants
     # A process per core: the compiler holds the interpreter's lock.
-    n_variants = len(list(chosen(target)))
+    n_variants = len(list(variants(target)))
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        jobs = [(target, chosen, index) for index in range(n_variants)]
+        jobs = [(target, index) for index in range(n_variants)]
         print(json.dumps(pool.starmap(report_of, jobs, chunksize=1)))
 
 

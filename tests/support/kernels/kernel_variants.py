@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -25,7 +24,7 @@ from tests.support.kernels.variant import (
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, UNIT_PARTS_AT_ONCE, gradient_shape
 from vocab_parallel_ce.kernels.rows import NOT_STORED
 from vocab_parallel_ce.layout import RowLayout
-from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
+from vocab_parallel_ce.losses.divergences import DivergenceOptions
 from vocab_parallel_ce.losses.given_ids import IdsOptions
 from vocab_parallel_ce.one_pass import WIDTHS, config_of
 from vocab_parallel_ce.one_pass.kernel import _launch
@@ -125,48 +124,6 @@ def of_units() -> Iterator[Variant]:
     yield part("bf16", False, "plain", units=8)
     yield from of_divergence("bf16", False, DivergenceOptions("js"), units=8)
     yield from of_divergence("bf16", True, DivergenceOptions("reverse", 2.0, hard_weight=0.5), units=4)
-
-
-def all_variants(target: GPUTarget) -> Iterator[Variant]:
-    """Yield ``variants``, and the product of dtypes, edges, options and kinds of calls, which has most of them."""
-    yield from variants(target)
-    for dtype in DTYPES:
-        yield from of_largest(dtype)
-        yield from of_ids(dtype)
-    for dtype, edges in product(DTYPES, (False, True)):
-        yield scaled(dtype, edges)
-        yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
-        yield gradient(dtype, edges, "plain", n_columns=NARROW, ranks=1)
-        yield gradient(dtype, edges, "all", call="in_forward")
-        yield gradient(dtype, edges, "all", call="padded")
-        for option in OPTIONS:
-            yield stats(dtype, edges, option)
-            yield gradient(dtype, edges, option)
-            yield gradient(dtype, edges, option, ranks=1)
-            yield stats(dtype, edges, option, rows=("temperature",))
-            yield part(dtype, edges, option, rows=("temperature",))
-            yield part(dtype, edges, option, rows=OF_ROWS)
-            yield stats(dtype, edges, option, rows=OF_ROWS)
-            yield gradient(dtype, edges, option, rows=OF_ROWS)
-            yield stats(dtype, edges, option, merged=True)
-            yield stats(dtype, edges, option, stores=True)
-            yield gradient(dtype, edges, option, rows=("temperature",))
-    for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
-        yield gradient("fp32", edges, option, of=of)
-        yield gradient("fp32", edges, option, ranks=1, of=of)
-    for option, ranks in product(OPTIONS, (1, 4)):
-        yield finish(option, ranks)
-    for dtype, of_teacher, edges in product(DTYPES, DTYPES, (False, True)):
-        yield from of_divergence(dtype, edges, DivergenceOptions(), of_teacher)
-    for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
-        yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
-    for dtype, edges in product(DTYPES, (False, True)):
-        yield from of_divergence(dtype, edges, DivergenceOptions("js", beta=0.01))
-    if has_one_pass(target):
-        calls = product(DTYPES, WIDTHS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
-        for dtype, (_, most, _), option, call in calls:
-            yield one_pass(dtype, most, option, call)
-            yield one_pass(dtype, most, option, call, edges=True)
 
 
 def has_one_pass(target: GPUTarget) -> bool:

@@ -88,6 +88,9 @@ def check(call: Call) -> None:
     truth, upstream, grad = made[0]
     for name, value in truth.outputs.items():
         assert_near(name, returned[name], value, truth.bounds[name])
+        assert returned[name].dtype == torch.promote_types(call.dtype, torch.float32), f"{name}: {returned[name].dtype}"
+    extra = returned.keys() - {"loss", "log_probs", "objective", "gradient"}
+    assert extra == set(call.settings.get("outputs", ())), f"outputs: got {sorted(extra)}"
     if "predictions" in returned:
         check_predictions(call, case, returned["predictions"])
     for name in returned.keys() - {"gradient"}:

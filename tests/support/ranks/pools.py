@@ -39,6 +39,14 @@ DEATH_TIMEOUT = 2.0
 RUN_TIMEOUT = 120.0
 POOLS_ALIVE = 2
 NCCL_GROUPS = 4
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "vocab_parallel_ce",
+    __name__,
+]
 
 
 class RankFailure(RuntimeError):
@@ -53,7 +61,9 @@ class RankPool:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._directory.name) / "store")
-        context = multiprocessing.get_context("spawn")
+        # A server imports once what all ranks need, and they are forked from it: it has no threads, groups or GPUs.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

@@ -75,17 +75,6 @@ def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0.0
 
 
-def assert_fp64_equal(actual: Tensor, expected: Tensor, magnitude: float) -> None:
-    """Fail unless two fp64 computations of the same value differ by rounding alone.
-
-    Args:
-        magnitude: of the largest number that either adds or subtracts on the way.
-    """
-    assert actual.dtype == expected.dtype == torch.float64, f"{actual.dtype}, {expected.dtype}"
-    atol = FP64_ROUNDINGS * torch.finfo(torch.float64).eps * magnitude
-    torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
-
-
 def of_small_cap(dtype: torch.dtype, softcap: float | None = None, temperature: float = 1.0, **_: object) -> float:
     """Of 16-bit logits, kernels subtract from a small cap (``primitives.SMALL_CAP``), divided by the temperature."""
     return softcap / temperature if dtype.itemsize == 2 and softcap is not None and softcap <= 64 else 0.0
