@@ -13,17 +13,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits, run_objective
+from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits
 from vocab_parallel_ce.api.top_k_teacher import (
     TopKTeacher,
     checked_hard_weight,
+    composed,
     divisor_of_losses,
     loss_of_head,
     loss_of_logits,
     reduced,
     with_hard_weight,
 )
-from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gradient, gradient_of, rounded_dtypes
+from vocab_parallel_ce.head.arguments import Arguments, check_gradient
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, TeacherLogits
 from vocab_parallel_ce.options import (
@@ -214,15 +215,9 @@ def linear_distillation_loss(
     checks.check_hidden(student.hidden)
     hidden = student.hidden
     divisor, targets = _counted(num_items, targets, Tokens(hidden, "student.hidden", hidden.shape[:-1]), settings)
-    dtypes = rounded_dtypes(autocast_dtype(hidden) or hidden.dtype, [t for t in student if isinstance(t, Tensor)])
-    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, dtypes)
-    of_rows, arguments = _with_labels(settings)._replace(gradient=gradient), Arguments(student, targets, group, None)
-    if gradient == "in_backward":
-        found = run_head(DIVERGENCE, arguments, of_rows)
-        return reduced(with_hard_weight(found.divergence, found.loss, hard_weight), divisor, settings.reduction)
 
     def objective(log_probs: Tensor, divergence: Tensor) -> Tensor:
         return with_hard_weight(divergence, log_probs, hard_weight)
 
-    of_tokens = Objective(objective, {}, "sum", divisor, False)
-    return run_objective(DIVERGENCE, arguments._replace(objective=of_tokens), of_rows)[0]
+    arguments = Arguments(student, targets, group, None, objective=Objective(objective, {}, "sum", divisor, False))
+    return composed(DIVERGENCE, arguments, settings, _with_labels(settings))

@@ -24,6 +24,7 @@ from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gr
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.divergences import divergence_options, log_ratios
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids
 from vocab_parallel_ce.options import REDUCTIONS, Settings
@@ -90,21 +91,34 @@ def loss_of_head(
     hidden, tokens = student.hidden, Tokens(student.hidden, "student.hidden", student.hidden.shape[:-1])
     n_columns = rows_of_all(student.weight, group)
     ids, log_q, divisor = checked(teacher, labels, tokens, n_columns, settings, num_items)
-    dtypes = rounded_dtypes(autocast_dtype(hidden) or hidden.dtype, [t for t in student if isinstance(t, Tensor)])
-    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, dtypes)
-    of_values = _of_values(ids, settings)._replace(gradient=gradient)
-    arguments = Arguments(student, Ids(ids), group, None)
+
+    def divergence(log_probs: Tensor, **of_teacher: Tensor) -> Tensor:
+        return row_losses(log_probs, of_teacher["teacher.log_probs"], teacher.rest, settings)
+
+    objective = Objective(divergence, {"teacher.log_probs": log_q}, "sum", divisor, False)
+    arguments = Arguments(student, Ids(ids), group, None, objective=objective)
     with checks.naming(labels="teacher.ids", objective="gradient"):
-        if gradient == "in_backward":
-            values = run_head(GIVEN_IDS, arguments, of_values).loss
-            return reduced(row_losses(values, log_q, teacher.rest, settings), divisor, settings.reduction)
+        return composed(GIVEN_IDS, arguments, settings, _of_values(ids, settings))
 
-        def divergence(log_probs: Tensor, **of_teacher: Tensor) -> Tensor:
-            return row_losses(log_probs, of_teacher["teacher.log_probs"], teacher.rest, settings)
 
-        objective = Objective(divergence, {"teacher.log_probs": log_q}, "sum", divisor, False)
-        arguments = arguments._replace(objective=objective)
-        return run_objective(GIVEN_IDS, arguments, of_values)[0]
+def composed(loss: Loss, arguments: Arguments, settings: Settings, of_rows: Settings) -> Tensor:
+    """Return the loss of a head by an objective, in three products; or by what it takes, if only backward may know it.
+
+    ``of_rows`` are the settings of the quantities that the objective takes; it is not reduced by itself.
+    """
+    head, objective = arguments.head, arguments.objective
+    assert objective is not None
+    dtypes = rounded_dtypes(
+        autocast_dtype(head.hidden) or head.hidden.dtype, [t for t in head if isinstance(t, Tensor)]
+    )
+    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, dtypes)
+    of_rows = of_rows._replace(gradient=gradient)
+    if gradient == "in_forward":
+        return run_objective(loss, arguments, of_rows)[0]
+    found = run_head(loss, arguments._replace(objective=None), of_rows)
+    others = {name: getattr(found, name) for name in of_rows.outputs}
+    losses = objective.function(found.loss, **others, **objective.tokens)
+    return reduced(losses, objective.num_items, settings.reduction)
 
 
 def checked_hard_weight(settings: Settings, labels: Tensor | None) -> float:
@@ -127,7 +141,7 @@ def _of_values(ids: Tensor, settings: Settings) -> Settings:
     return settings._replace(ignore_index=IGNORED, reduction="none", check_labels=False, n_ids=ids.shape[-1])
 
 
-def reduced(losses: Tensor, divisor: Tensor | None, reduction: str) -> Tensor:
+def reduced(losses: Tensor, divisor: Any, reduction: str) -> Tensor:
     """Return the losses ``[...]``, or their sum ``[]`` over ``divisor [1]``, 0 for a divisor of 0."""
     if reduction == "none":
         return losses
