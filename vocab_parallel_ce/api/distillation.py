@@ -77,7 +77,7 @@ def distillation_loss(
     Overwrites: as :func:`vocab_parallel_cross_entropy`, by default nothing that a counted reader can still read. The
     teacher's are never written, and get no gradient.
 
-    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
+    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 3 more with
     ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. A :class:`TopKTeacher` has one of
     ``K = k + 3``, 1 more with ``labels``. Backward none.
 
@@ -89,7 +89,8 @@ def distillation_loss(
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        gradient: as in :func:`vocab_parallel_cross_entropy`; of a :class:`TopKTeacher` not ``"in_forward"``.
+        gradient: as in :func:`vocab_parallel_cross_entropy`; of a :class:`TopKTeacher`, and with ``hard_weight``, not
+            ``"in_forward"``.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 

@@ -88,7 +88,7 @@ def loss_of_head(
     """Return the loss of a student's head: an objective if forward can compute the gradients, in three products."""
     check_gradient(settings, knows_grad_output=False)
     checks.check_hidden(student.hidden)
-    hidden, tokens = student.hidden, Tokens(student.hidden, "student.hidden", student.hidden.shape[:-1])
+    tokens = Tokens(student.hidden, "student.hidden", student.hidden.shape[:-1])
     n_columns = rows_of_all(student.weight, group)
     ids, log_q, divisor = checked(teacher, labels, tokens, n_columns, settings, num_items)
 
@@ -108,10 +108,8 @@ def composed(loss: Loss, arguments: Arguments, settings: Settings, of_rows: Sett
     """
     head, objective = arguments.head, arguments.objective
     assert objective is not None
-    dtypes = rounded_dtypes(
-        autocast_dtype(head.hidden) or head.hidden.dtype, [t for t in head if isinstance(t, Tensor)]
-    )
-    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, dtypes)
+    dtype, tensors = autocast_dtype(head.hidden) or head.hidden.dtype, [t for t in head if isinstance(t, Tensor)]
+    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, rounded_dtypes(dtype, tensors))
     of_rows = of_rows._replace(gradient=gradient)
     if gradient == "in_forward":
         return run_objective(loss, arguments, of_rows)[0]
