@@ -25,7 +25,7 @@ from vocab_parallel_ce.api.top_k_teacher import (
 )
 from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gradient, gradient_of, rounded_dtypes
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, TeacherLogits
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, TeacherLogits, divergence_options
 from vocab_parallel_ce.options import (
     DivergenceSettings,
     HeadOptions,
@@ -127,6 +127,7 @@ def distillation_loss(
 
 def _with_labels(settings: Settings) -> Settings:
     """Return the settings of unreduced log-probabilities at temperature 1 with a divergence alongside."""
+    divergence_options(settings, None)  # a wrong number is one of the caller's keywords
     teacher = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
     return settings._replace(
         teacher=teacher, temperature=1.0, outputs=("divergence",), negated=True, reduction="none", hard_weight=0.0
