@@ -302,11 +302,8 @@ class DivergenceLoss(Loss):
 DIVERGENCE = DivergenceLoss()
 
 
-def divergence_options(settings: Settings, vocab_size: int | None) -> DivergenceOptions:
-    """Check what the mathematics takes."""
-    alone = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
-    teacher = alone if settings.teacher is None else settings.teacher
-    of = "" if settings.teacher is None else "teacher."  # in the caller's words
+def check_divergence(teacher: TeacherOptions, of: str = "") -> None:
+    """Raise unless there is such a divergence; ``of`` stands before the names of its options."""
     checks.check_choice(f"{of}divergence", teacher.divergence, DIVERGENCES)
     checks.check_number(f"{of}beta", teacher.beta)
     if not 0 < teacher.beta < 1:
@@ -317,6 +314,14 @@ def divergence_options(settings: Settings, vocab_size: int | None) -> Divergence
         raise ValueError(f"{of}beta: expected divergence='js' with it, got {teacher.divergence!r}")
     checks.check_number(f"{of}temperature", teacher.temperature, positive=True)
     checks.check_number(f"1 / {of}temperature", 1 / teacher.temperature, positive=True)
+
+
+def divergence_options(settings: Settings, vocab_size: int | None) -> DivergenceOptions:
+    """Check what the mathematics takes."""
+    alone = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
+    teacher = alone if settings.teacher is None else settings.teacher
+    check_divergence(teacher, "" if settings.teacher is None else "teacher.")
+    checks.check_number("hard_weight", settings.hard_weight, at_most=1)
     labels = loss_options(settings, vocab_size)
     of_teacher = Settings(softcap=teacher.softcap, logit_scale=teacher.logit_scale)
     if settings.teacher is None:  # no option but these changes the student's z
