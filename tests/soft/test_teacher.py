@@ -43,7 +43,7 @@ KINDS = pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 
 
 @pytest.mark.quick(6)
-@pytest.mark.interpreted(len(CASES))
+@pytest.mark.interpreted(10)
 @pytest.mark.parametrize("case", CASES, ids=[f"{case['divergence'][0]}-{n}" for n, case in enumerate(CASES)])
 def test_every_option(impl_device, case):
     made = models(*(DTYPES[name] for name in case["dtypes"].split(", ")))
@@ -114,6 +114,16 @@ def test_an_objective_of_one_quantity_has_the_gradient_of_that(impl_device, kind
     masked = calls.gradients(lambda divergence, **of: of["kept"] * divergence, labels=None, tokens={"kept": kept})
     for one, other in zip(of_divergence, masked, strict=True):
         torch.testing.assert_close(one * kept.sum(), other * TOKENS)
+
+
+def test_a_teacher_of_inference_mode(impl_device):
+    """As an engine returns its hidden states: backward needs nothing of them."""
+    calls = Calls(impl_device)
+    with torch.inference_mode():
+        teacher = Teacher(*(tensor.clone() for tensor in calls.teacher[:3]))
+    for options in with_or_without(calls):
+        for one, other in zip(calls.gradients(teacher=teacher, **options), calls.gradients(**options), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_student_that_is_the_teacher_has_no_divergence(impl_device):
