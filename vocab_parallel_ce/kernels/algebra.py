@@ -38,7 +38,7 @@ class Algebra(NamedTuple):
     store: Any  # (pointers, stats, options, step): pack them
     load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns, None excludes nothing
     merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
-    outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options): store; return losses
+    store_outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options): store; return losses
     # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options): what the gradients of a
     # row's columns share, finite if not live; whether the row is read; the label's column, -1 if it is elsewhere
     factors: Any

@@ -43,7 +43,7 @@ def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl
 
 
 @triton.jit
-def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
+def store_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
     """Store the losses, and return them."""
     losses = loss(stats, second, loss_options)
     if label is not None:
@@ -80,7 +80,7 @@ ALGEBRA = Algebra(
     store=store,
     load=load,
     merge_pair=merge_pair,
-    outputs=outputs,
+    store_outputs=store_outputs,
     factors=factors,
     gradient=gradient,
     second=mixture,

@@ -19,8 +19,8 @@ from vocab_parallel_ce.kernels.labels import (
     merge_pair,
     row_factors,
     row_stats,
-    store_outputs,
     store_stats,
+    store_token_outputs,
     tile_gradient,
 )
 from vocab_parallel_ce.kernels.lanes import (
@@ -236,12 +236,12 @@ def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl
 
 
 @triton.jit
-def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
+def store_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
     """Store all outputs, and return the losses."""
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
-    return store_outputs(outputs, rows, inside, stats, label, weight, sizes.vocab_size, loss_options)
+    return store_token_outputs(outputs, rows, inside, stats, label, weight, sizes.vocab_size, loss_options)
 
 
 @triton.jit
@@ -269,7 +269,7 @@ ALGEBRA = Algebra(
     store=store_stats,
     load=load_stats,
     merge_pair=merge_pair,
-    outputs=outputs,
+    store_outputs=store_outputs,
     factors=factors,
     gradient=tile_gradient,
 )

@@ -147,7 +147,7 @@ def loss(stats, label, vocab_size, loss_options):
 
 
 @triton.jit
-def store_outputs(outputs, rows, inside, stats, label, weight, vocab_size, loss_options):
+def store_token_outputs(outputs, rows, inside, stats, label, weight, vocab_size, loss_options):
     """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
 
     ``weight`` multiplies the loss. ``inside`` masks a vector of rows; None is all. Returns the losses.

@@ -102,7 +102,7 @@ def outputs_kernel(
     merged = merged_ranks(stats, rows, inside, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, rows, inside, n_rows, RANKS)
     outputs = TokenOutputs(loss, entropy, lse, divergence, sum_sq_probs, mean_logit, predictions)
-    losses = LOSS.outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options)
+    losses = LOSS.store_outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
@@ -159,7 +159,7 @@ def gradient_kernel(
     clear_padding(grad_logits, place, sizes, begin_tile, SHAPE.LANES)
 
 
-def outputs(loss: KernelLoss) -> Callable[..., None]:
+def outputs_launcher(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the outputs."""
     launch_of = cache_launches(partial(_outputs, loss))
 
@@ -190,7 +190,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
     return fill
 
 
-def gradient(loss: KernelLoss) -> Callable[..., None]:
+def gradient_launcher(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the gradient."""
     shard, reads_weights = loss.shard, not loss.is_pair and bool(loss.options.smoothing)
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.labels import row_factors, store_outputs
+from vocab_parallel_ce.kernels.labels import row_factors, store_token_outputs
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches, row_arguments
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import Labels
@@ -192,7 +192,7 @@ def one_pass_kernel(
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_remainder = load_remainder(walk, next_body, label_columns[1], HAS_EDGES)
-        store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+        store_token_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         write_row(walk, cursor, body, remainder.edges, chunks, factors, grads, loss_options, sizes)
         # write_row wrote the label's column like every other.
         write_label(walk, body, remainder.target, column, factors, grads, loss_options, HAS_EDGES)
