@@ -29,7 +29,7 @@ from vocab_parallel_ce.shard import VocabShard
 
 
 @triton.jit
-def target(place, label, shard_start, VECTOR: tl.constexpr):
+def label_at(place, label, shard_start, VECTOR: tl.constexpr):
     """A label says whether a row is read, and no more."""
     return tl.full((), -1, tl.int32)
 
@@ -70,7 +70,7 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
 
 
 ALGEBRA = Algebra(
-    target=target,
+    label_at=label_at,
     empty=empty,
     tile=tile,
     merge_lanes=merge_pair,

@@ -263,5 +263,5 @@ def tile_gradient(factors, tile, row):
     uniform = factors.uniform_term
     if row.class_weight is not None:
         uniform *= tl.load(row.class_weight + tile.column, tile.inside, other=0.0)
-    is_target = tile.column == row.target
+    is_target = tile.column == row.label_at
     return logits_gradient(x, is_target, uniform, factors, row.grads, row.loss_options, row.temperature, row.threshold)

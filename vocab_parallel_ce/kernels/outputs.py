@@ -150,11 +150,11 @@ def gradient_kernel(
     merged = merged_ranks(stats, row, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, row, None, n_rows, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_divergence)
-    factors, live, target = LOSS.factors(
+    factors, live, label_at = LOSS.factors(
         merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options
     )
     place = locate(row, layout, other_layout, sizes.n_valid, SHAPE)
-    of_row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least, grads)
+    of_row = Row(logits, other, class_weight, label_at, sizes.vocab_size, loss_options, t, least, grads)
     write(place, factors, of_row, grad_logits, live, begin_tile, step, LOSS.gradient, SHAPE)
     clear_padding(grad_logits, place, sizes, begin_tile, SHAPE.LANES)
 

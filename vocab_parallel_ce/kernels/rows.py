@@ -99,8 +99,8 @@ def part_kernel(
     t = ops.row_temperature(temperature, index, live)
     least = ops.row_least(threshold, index, live)
     place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
-    target = LOSS.target(place, label, shard_start, SHAPE.VECTOR)
-    row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
+    label_at = LOSS.label_at(place, label, shard_start, SHAPE.VECTOR)
+    row = Row(logits, other, class_weight, label_at, sizes.vocab_size, loss_options, t, least)
     if stats is None:
         lanes = part_of_row(place, begin, row, LOSS.tile, SHAPE)
         LOSS.store_lanes(lane_pointers(parts, program, FIELDS, SHAPE.LANES), lanes, loss_options, SHAPE.LANES)
@@ -160,8 +160,8 @@ def statistics_kernel(
     t = ops.row_temperature(temperature, index, live)
     least = ops.row_least(threshold, index, live)
     place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
-    target = LOSS.target(place, label, shard_start, SHAPE.VECTOR)
-    row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
+    label_at = LOSS.label_at(place, label, shard_start, SHAPE.VECTOR)
+    row = Row(logits, other, class_weight, label_at, sizes.vocab_size, loss_options, t, least)
     lanes = LOSS.empty(row, place, SHAPE.LANES)
     if parts is None:
         lanes = walk_parts(place, lanes, row, loss_options, LOSS.tile, LOSS.merge_lanes, SHAPE, UNROLLED)

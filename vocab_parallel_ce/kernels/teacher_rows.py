@@ -107,7 +107,7 @@ def mixture(sums, tile, pair):
 
 
 ALGEBRA = Algebra(
-    target=label_rows.target_vector,
+    label_at=label_rows.label_vector,
     empty=empty,
     tile=tile,
     merge_lanes=merge_lanes,
