@@ -44,9 +44,9 @@ from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, merged_ranks, summed_ranks
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes, clear_padding, locate, write
+from vocab_parallel_ce.layout import sum_losses
 from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.program import step
-from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 LOSS_ROWS, SUMMED_ROWS = 128, 1024  # of a program of the outputs; of its only one
