@@ -56,8 +56,8 @@ def test_worked_example():
     assert grad[:, 2:].unique().tolist() == pytest.approx([4.475e-5], rel=5e-3)
 
 
-# Columns beyond the first and the last rows of a configuration, and beyond a whole number of chunks. Rows that are no
-# whole vectors have edges, and their body ends in the last chunk or in the one before.
+# Columns beyond the first and the last rows of a configuration, and beyond a whole number of pieces. Rows that are no
+# whole vectors have edges, and their body ends in the last piece or in the one before.
 PLACES = [("first", more) for more in (0, 1, 2, 3, 4, 5, 7, 60, 63, 65)]
 PLACES += [("whole", more) for more in (-8, -1, 0, 1, 7, 8, 63, 71)] + [("last", more) for more in (-5, 0)]
 
@@ -65,8 +65,8 @@ PLACES += [("whole", more) for more in (-8, -1, 0, 1, 7, 8, 63, 71)] + [("last",
 def columns_of(case):
     least, most, config = WIDTHS[case["configuration"]]
     place, more = case["place"]
-    chunk = 512 * config.num_warps
-    row_bytes = {"first": -(-least // 16) * 16, "last": most // 16 * 16, "whole": (least + most) // 2 // chunk * chunk}
+    piece = 512 * config.num_warps
+    row_bytes = {"first": -(-least // 16) * 16, "last": most // 16 * 16, "whole": (least + most) // 2 // piece * piece}
     return row_bytes[place] // case["dtype"].itemsize + more
 
 
@@ -137,7 +137,7 @@ def test_more_and_fewer_rows_than_programs(rows):
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32), ids=str)
 @pytest.mark.parametrize("ignore_index", (-100, 0, NARROW, 2**40), ids=str)
 def test_labels_and_ignore_index(dtype, ignore_index):
-    """The first and the last column, at chunks' edges; an index that int32 would wrap ignores nothing."""
+    """The first and the last column, at pieces' edges; an index that int32 would wrap ignores nothing."""
     columns = [0, 1, 7, 8, 15, 16, 2047, 2048, 4095, 4096, NARROW - 2, NARROW - 1]
     logits, labels = made("peaked", 3 * len(columns), NARROW)
     labels[:] = torch.tensor(columns * 3, device="cuda")
@@ -251,7 +251,7 @@ def test_equal_bits_every_time(columns):
 
 @pytest.mark.parametrize("columns", (NARROW // 2, NARROW // 2 + 1, MIDDLE // 2, WIDE // 2 - 1, WIDE // 2))
 def test_confident_labels_lose_no_digits(multiprocessors, columns):
-    """Labels in the first and the last vectors of rows and chunks and in edges, in rows that follow one another."""
+    """Labels in the first and the last vectors of rows and pieces and in edges, in rows that follow one another."""
     at = [0, 1, 2, 3, 4, 30, 2047, 2048, *(columns - back for back in (1, 2, 3, 4, 31))]
     gaps = tuple(math.log((1 - rest) / rest) for rest in (0.1, 1e-3, 1e-5, 1e-7))
     made_logits, made_labels = batch("confident", rows=4 * len(at), vocab_size=columns, gaps=gaps)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MOST_KINDS = 1024  # that are known at a time
-PLAIN = (Tensor, torch.nn.Parameter)
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class _Subclass(Tensor):
@@ -82,7 +82,7 @@ class Kinds:
         key = facts, is_given, *forms
         kind = self.by_key.get(key)
         if kind is None:
-            if not all([type(t) in PLAIN for t in given]):
+            if not all([type(t) in TENSOR_TYPES for t in given]):
                 return None
             if len(self.by_key) >= self.most:
                 self.forget()

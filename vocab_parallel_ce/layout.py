@@ -139,6 +139,11 @@ def flat(values: Tensor, n_axes: int = 1) -> Tensor:
     return values.flatten(0, values.dim() - n_axes).contiguous()
 
 
+def sum_losses(losses: Tensor, total: Tensor) -> None:
+    """Fill ``total []`` with the sum of ``losses``, contiguous."""
+    torch.sum(losses.view(-1), 0, out=total)
+
+
 def _merged_levels(logits: Tensor) -> list[tuple[int, int]]:
     """(size, stride) of the leading dimensions, outermost first: no size 1, merged where possible."""
     levels: list[tuple[int, int]] = []

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import units_of
-from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.layout import compute_dtype, sum_losses
 from vocab_parallel_ce.losses.base import Launchers, Loss, Stats
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -132,11 +132,6 @@ def in_tree(merge: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
         return parts[0]
     half = 4 if len(parts) > 4 else 2 if len(parts) > 2 else 1
     return merge(in_tree(merge, parts[:half]), in_tree(merge, parts[half:]))
-
-
-def sum_losses(losses: Tensor, total: Tensor) -> None:
-    """Fill ``total []`` with the sum of ``losses``, contiguous."""
-    torch.sum(losses.view(-1), 0, out=total)
 
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:

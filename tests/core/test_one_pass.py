@@ -181,57 +181,57 @@ def test_widths_and_fewest_rows_are_those_of_the_page():
     assert f"rows of 16 to 264 KB: {8 << 10} to {132 << 10} columns of bf16" in page
 
 
-def chunks_of(least, most, config):
-    """Yield ``(chunks, register_chunks)`` of every row in the range."""
-    chunk_bytes = THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
-    for chunks in range(-(-least // chunk_bytes), -(-most // chunk_bytes) + 1):
-        yield chunks, min(config.register_chunks, chunks)
+def pieces_of(least, most, config):
+    """Yield ``(pieces, register_pieces)`` of every row in the range."""
+    piece_bytes = THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
+    for pieces in range(-(-least // piece_bytes), -(-most // piece_bytes) + 1):
+        yield pieces, min(config.register_pieces, pieces)
 
 
 @pytest.mark.parametrize("least, most, config", WIDTHS, ids=str)
 def test_a_buffer_holds_its_widest_row_and_fits_a_multiprocessor(least, most, config):
-    for chunks, register_chunks in chunks_of(least, most, config):
-        # At least one chunk of the next row is on its way.
-        assert 1 <= chunks - register_chunks <= config.stages or chunks == register_chunks
+    for pieces, register_pieces in pieces_of(least, most, config):
+        # At least one piece of the next row is on its way.
+        assert 1 <= pieces - register_pieces <= config.stages or pieces == register_pieces
     buffer_bytes = config.stages * THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
     # Besides the buffer, a program needs memory for its reductions, and the system 1 KB.
     assert config.programs_per_sm * (buffer_bytes + 1536) <= SHARED_MEMORY
     assert config.num_warps & (config.num_warps - 1) == 0
-    assert config.stages >= config.chunks_per_wait >= 1
+    assert config.stages >= config.pieces_per_wait >= 1
 
 
 @pytest.mark.parametrize("least, most, config", WIDTHS, ids=str)
-def test_no_stage_is_refilled_before_it_was_read_and_no_chunk_is_read_before_it_arrived(least, most, config):
+def test_no_stage_is_refilled_before_it_was_read_and_no_piece_is_read_before_it_arrived(least, most, config):
     pytest.importorskip(GLUON)
-    for chunks, register_chunks in chunks_of(least, most, config):
-        Buffer(config, chunks, register_chunks).walk(rows=7)
+    for pieces, register_pieces in pieces_of(least, most, config):
+        Buffer(config, pieces, register_pieces).walk(rows=7)
 
 
 class Buffer:
     """The kernel's stages, in the order in which a row waits for, reads and refills them.
 
-    Chunk ``i`` of row ``r`` is number ``r * chunks + i``.
+    Piece ``i`` of row ``r`` is number ``r * pieces + i``.
     """
 
-    def __init__(self, config, chunks, register_chunks):
-        self.chunks_per_wait, self.n_stages = config.chunks_per_wait, config.stages
-        self.chunks, self.register_chunks = chunks, register_chunks
+    def __init__(self, config, pieces, register_pieces):
+        self.pieces_per_wait, self.n_stages = config.pieces_per_wait, config.stages
+        self.pieces, self.register_pieces = pieces, register_pieces
         self.stages = list(range(config.stages))
         self.committed, self.arrived, self.done = config.stages - 1, -1, set()
 
     def refill(self, *done):
         for number in done:
             stage = number % self.n_stages
-            assert self.stages[stage] in self.done, "the stage's last chunk is still needed"
+            assert self.stages[stage] in self.done, "the stage's last piece is still needed"
             self.committed += 1
             assert number + self.n_stages == self.committed, "copies arrive in the order of the rows"
             self.stages[stage] = self.committed
 
-    def wait(self, chunk):
+    def wait(self, piece):
         from vocab_parallel_ce.one_pass.rows import copies_in_flight
 
-        sizes = (self.chunks, self.register_chunks, self.n_stages, self.chunks_per_wait)
-        in_flight = copies_in_flight(chunk, *sizes)
+        sizes = (self.pieces, self.register_pieces, self.n_stages, self.pieces_per_wait)
+        in_flight = copies_in_flight(piece, *sizes)
         assert in_flight >= 0
         self.arrived = self.committed - in_flight
 
@@ -239,28 +239,28 @@ class Buffer:
         assert number <= self.arrived and self.stages[number % self.n_stages] == number
 
     def walk(self, rows):
-        for first in range(0, rows * self.chunks, self.chunks):
+        for first in range(0, rows * self.pieces, self.pieces):
             self.read_row(first)
             self.write_row(first)
 
     def read_row(self, first):
-        for i in range(self.chunks):
-            if i % self.chunks_per_wait == 0:
+        for i in range(self.pieces):
+            if i % self.pieces_per_wait == 0:
                 self.wait(i)
-                before = range(max(i - self.chunks_per_wait, 0), min(i, self.register_chunks))
-                self.refill(*(first + chunk for chunk in before))
+                before = range(max(i - self.pieces_per_wait, 0), min(i, self.register_pieces))
+                self.refill(*(first + piece for piece in before))
             self.read(first + i)
-            if i < self.register_chunks:
+            if i < self.register_pieces:
                 self.done.add(first + i)
-        last = (self.chunks - 1) // self.chunks_per_wait * self.chunks_per_wait
-        self.refill(*range(first + last, first + min(self.chunks, self.register_chunks)))
+        last = (self.pieces - 1) // self.pieces_per_wait * self.pieces_per_wait
+        self.refill(*range(first + last, first + min(self.pieces, self.register_pieces)))
 
     def write_row(self, first):
         waiting = []
-        for i in range(self.register_chunks, self.chunks):
+        for i in range(self.register_pieces, self.pieces):
             self.read(first + i)
             self.done.add(first + i)
             waiting.append(first + i)
-            if len(waiting) == self.chunks_per_wait or i == self.chunks - 1:
+            if len(waiting) == self.pieces_per_wait or i == self.pieces - 1:
                 self.refill(*waiting)
                 waiting = []

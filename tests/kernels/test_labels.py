@@ -31,7 +31,7 @@ def stats_of(logits, labels, options=PLAIN):
     from vocab_parallel_ce import kernels
 
     stats = torch.full((1, len(labels), len(options.statistics)), NAN, device=logits.device)
-    kernels.rows.statistics(label_loss(options, whole(logits)))(logits, Labels(labels), (stats,), 0)
+    kernels.rows.statistics_launcher(label_loss(options, whole(logits)))(logits, Labels(labels), (stats,), 0)
     return stats
 
 
@@ -39,7 +39,7 @@ def gradient_of(logits, stats, labels, options=PLAIN, into=None, grad_output=Non
     """The gradient from ``stats [R, N, K]``, over the logits, or in ``into``."""
     from vocab_parallel_ce import kernels
 
-    grad, fill = logits if into is None else into, kernels.outputs.gradient(label_loss(options, whole(logits)))
+    grad, fill = logits if into is None else into, kernels.outputs.gradient_launcher(label_loss(options, whole(logits)))
     fill(logits, Labels(labels), (stats,), None, GradOutputs(grad_output), grad)
     return grad
 
@@ -50,7 +50,7 @@ def outputs_of(stats, labels, vocab_size, options=PLAIN, count=None):
 
     ids = torch.full_like(labels, -7, dtype=torch.int64) if options.predictions else None
     outputs = TokenOutputs(torch.full((len(labels),), NAN, device=labels.device), predictions=ids)
-    fill = kernels.outputs.outputs(label_loss(options, VocabShard(0, vocab_size, vocab_size)))
+    fill = kernels.outputs.outputs_launcher(label_loss(options, VocabShard(0, vocab_size, vocab_size)))
     fill((stats,), Labels(labels), None, outputs, None, count)
     return outputs
 

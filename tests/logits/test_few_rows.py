@@ -82,10 +82,10 @@ def one_launch(monkeypatch):
         stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
         count = torch.empty(1, dtype=torch.int32) if counted else None
         loss = kernels.label_rows.label_loss(shard, options)
-        kernels.rows.statistics(loss)(logits, beside, (stats,), 0)
-        kernels.outputs.outputs(loss)((stats,), beside, divisor, outputs, None, count)
+        kernels.rows.statistics_launcher(loss)(logits, beside, (stats,), 0)
+        kernels.outputs.outputs_launcher(loss)((stats,), beside, divisor, outputs, None, count)
         divisor = divisor if count is None else count
-        kernels.outputs.gradient(loss)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
+        kernels.outputs.gradient_launcher(loss)(logits, beside, (stats,), divisor, run.GradOutputs(), logits)
 
     monkeypatch.setattr(plan, "bind", bound)
     monkeypatch.setattr(one_pass, "why_not", lambda *call: None if call[-1].gradient == "in_forward" else "in_forward")

@@ -19,11 +19,10 @@ from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import Gradients, Products, Wanted
-from vocab_parallel_ce.layout import cut, per_row
+from vocab_parallel_ce.layout import cut, per_row, sum_losses
 from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.plan import Plan, has_no_hooks
 from vocab_parallel_ce.program import make, step
-from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, at
 

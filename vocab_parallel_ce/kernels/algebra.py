@@ -28,7 +28,7 @@ class Algebra(NamedTuple):
 
     # (place, label, shard_start, VECTOR): int32, what the walk of the statistics must know of the label: of labels the
     # begin of its vector, which the walk leaves out, of pairs its column; negative if it is not there
-    target: Any
+    label_at: Any
     empty: Any  # (row, place, LANES): lanes that have seen nothing
     tile: Any  # (lanes, tile, row): lanes with one more tile; None for the first one
     merge_lanes: Any  # (a, b, options): lanes of two sets of columns, those of b after those of a
@@ -38,7 +38,7 @@ class Algebra(NamedTuple):
     store: Any  # (pointers, stats, options, step): pack them
     load: Any  # (pointers, mask, options, step): packed stats; what mask excludes has no columns, None excludes nothing
     merge_pair: Any  # (a, b, options): the stats of two sets of columns, of each lane, unit or rank
-    outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options): store; return losses
+    store_outputs: Any  # (outputs, rows, inside, stats, second, label, divisor, sizes, options): store; return losses
     # (stats, second, label, live, divisor, grads, strides, row, shard_start, sizes, options): what the gradients of a
     # row's columns share, finite if not live; whether the row is read; the label's column, -1 if it is elsewhere
     factors: Any
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     logits: tl.tensor  # the base
     other: tl.tensor  # the base of what stands alongside the logits, or None
     class_weight: tl.tensor  # the pointer, or None
-    target: tl.tensor  # int32, of the statistics what Algebra.target returns; of the gradient the label's column, or -1
+    label_at: tl.tensor  # int32, of the statistics what Algebra.label_at returns; of the gradient its column, or -1
     vocab_size: tl.tensor
     loss_options: tl.tuple
     temperature: tl.tensor  # the row's, or None

@@ -29,7 +29,7 @@ from vocab_parallel_ce.shard import VocabShard
 
 
 @triton.jit
-def target(place, label, shard_start, VECTOR: tl.constexpr):
+def label_at(place, label, shard_start, VECTOR: tl.constexpr):
     """A label says whether a row is read, and no more."""
     return tl.full((), -1, tl.int32)
 
@@ -43,7 +43,7 @@ def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl
 
 
 @triton.jit
-def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
+def store_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
     """Store the losses, and return them."""
     losses = loss(stats, second, loss_options)
     if label is not None:
@@ -70,7 +70,7 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
 
 
 ALGEBRA = Algebra(
-    target=target,
+    label_at=label_at,
     empty=empty,
     tile=tile,
     merge_lanes=merge_pair,
@@ -80,7 +80,7 @@ ALGEBRA = Algebra(
     store=store,
     load=load,
     merge_pair=merge_pair,
-    outputs=outputs,
+    store_outputs=store_outputs,
     factors=factors,
     gradient=gradient,
     second=mixture,

@@ -19,8 +19,8 @@ from vocab_parallel_ce.kernels.labels import (
     merge_pair,
     row_factors,
     row_stats,
-    store_outputs,
     store_stats,
+    store_token_outputs,
     tile_gradient,
 )
 from vocab_parallel_ce.kernels.lanes import (
@@ -41,7 +41,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats
 
 
-class Target(NamedTuple):
+class LabelPlace(NamedTuple):
     """Where a row's label is."""
 
     offset: tl.tensor  # of its logit, from the base
@@ -59,13 +59,13 @@ class Remainder(NamedTuple):
 
 
 @triton.jit
-def locate_target(place, column, VECTOR: tl.constexpr):
-    """Return the ``Target`` in ``column``, which may be outside ``[0, n_columns)``."""
+def locate_label(place, column, VECTOR: tl.constexpr):
+    """Return the ``LabelPlace`` in ``column``, which may be outside ``[0, n_columns)``."""
     owned = (column >= 0) & (column < place.n_columns)
     offset = place.begin + column
     vector = (offset - place.first) // VECTOR * VECTOR
     in_body = owned & (offset >= place.first) & (vector < place.width)
-    return Target(offset, owned, tl.where(in_body, vector, -VECTOR).to(tl.int32))
+    return LabelPlace(offset, owned, tl.where(in_body, vector, -VECTOR).to(tl.int32))
 
 
 @triton.jit
@@ -76,14 +76,14 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
 
 
 @triton.jit
-def load_remainder(row, place, target, SHAPE: tl.constexpr):
+def load_remainder(row, place, label_at, SHAPE: tl.constexpr):
     """Return the ``Remainder`` of a row.
 
     Those of a row of units are at most one for each thread of a warp: so the order of their sums does not depend on
     the number of warps, and with it on that of ranks.
     """
     VECTOR: tl.constexpr = SHAPE.VECTOR
-    vector = place.first + target.vector
+    vector = place.first + label_at.vector
     if SHAPE.HAS_EDGES:
         # The first vectors of lanes are the edges', the next one is the label's.
         EDGES: tl.constexpr = VECTOR if SHAPE.UNITS > 0 else 16 * VECTOR
@@ -96,18 +96,18 @@ def load_remainder(row, place, target, SHAPE: tl.constexpr):
         vector_lane = lane - EDGES
         is_edge = vector_lane < 0
         offset = tl.where(is_edge, offset, vector + vector_lane)
-        inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (target.vector >= 0))
+        inside = tl.where(is_edge, inside, (vector_lane < VECTOR) & (label_at.vector >= 0))
     else:
         lane = tl.arange(0, VECTOR)
         offset = vector + lane
         is_edge = lane < 0
-        inside = (lane < VECTOR) & (target.vector >= 0)
-    inside &= offset != target.offset
+        inside = (lane < VECTOR) & (label_at.vector >= 0)
+    inside &= offset != label_at.offset
     return Remainder(load_logits(row.logits + offset, inside, row), offset, inside, is_edge)
 
 
 @triton.jit
-def first_maximum(row, place, target, lanes, remainder, target_logit, row_max, VECTOR: tl.constexpr):
+def first_maximum(row, place, label_at, lanes, remainder, target_logit, row_max, VECTOR: tl.constexpr):
     """Return the row's first column with ``row_max``, int64.
 
     Each lane knows the first vector with its maximum, which is read again.
@@ -121,8 +121,8 @@ def first_maximum(row, place, target, lanes, remainder, target_logit, row_max, V
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (place.first - place.begin)
     other_columns = tl.where(remainder.z == row_max, remainder.offset - place.begin, 2147483647)
     argmax = tl.minimum(argmax, tl.min(other_columns))
-    is_target = target.owned & (target_logit == row_max)
-    return tl.minimum(argmax, tl.where(is_target, target.offset - place.begin, 2147483647))
+    is_target = label_at.owned & (target_logit == row_max)
+    return tl.minimum(argmax, tl.where(is_target, label_at.offset - place.begin, 2147483647))
 
 
 @triton.jit
@@ -192,9 +192,9 @@ def with_columns(units, unit, stats, loss_options):
 
 
 @triton.jit
-def target_vector(place, label, shard_start, VECTOR: tl.constexpr):
+def label_vector(place, label, shard_start, VECTOR: tl.constexpr):
     """Return the begin of the label's vector, which the walk leaves out."""
-    return locate_target(place, label - shard_start, VECTOR).vector
+    return locate_label(place, label - shard_start, VECTOR).vector
 
 
 @triton.jit
@@ -205,45 +205,45 @@ def empty(row, place, LANES: tl.constexpr):
 @triton.jit
 def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl.constexpr):
     """Merge the lanes, the remaining columns and the label to the ``RowStats`` of a row."""
-    target = locate_target(place, label - shard_start, SHAPE.VECTOR)
-    remainder = load_remainder(row, place, target, SHAPE)
-    target_logit = load_logits(row.logits + target.offset, target.owned, row)
+    label_at = locate_label(place, label - shard_start, SHAPE.VECTOR)
+    remainder = load_remainder(row, place, label_at, SHAPE)
+    target_logit = load_logits(row.logits + label_at.offset, label_at.owned, row)
     target_weight = 0.0
     if row.class_weight is not None:
         target_weight = label_weight(
-            row.class_weight, label, label - shard_start, target.owned, sizes.vocab_size, loss_options
+            row.class_weight, label, label - shard_start, label_at.owned, sizes.vocab_size, loss_options
         )
     units = stats_of_lanes(lanes, loss_options, max(SHAPE.UNITS, 1))
     column, unit = remainder.offset - place.begin, 0
     z, inside = remainder.z, remainder.inside
     if SHAPE.UNITS > 0:
         # A label that is not owned adds nothing but the NaN of its weight, to any unit.
-        unit = tl.where(target.owned, (target.offset - place.begin).to(tl.int32) // place.unit_width, 0)
+        unit = tl.where(label_at.owned, (label_at.offset - place.begin).to(tl.int32) // place.unit_width, 0)
     if SHAPE.UNITS > 0 and SHAPE.HAS_EDGES:
         # The edge may be in another unit than the label.
         edge_z, is_edge = tl.where(remainder.is_edge, z, float("-inf")), inside & remainder.is_edge
         edge = stats_of_columns(edge_z, is_edge, row.class_weight, column, loss_options)
         units = with_columns(units, place.width // place.unit_width, edge, loss_options)
         z, inside = tl.where(remainder.is_edge, float("-inf"), z), inside & ~remainder.is_edge
-    of_label = stats_of_label(target_logit, target.owned, target_weight, row.class_weight, loss_options)
+    of_label = stats_of_label(target_logit, label_at.owned, target_weight, row.class_weight, loss_options)
     others = stats_of_columns(z, inside, row.class_weight, column, loss_options)
     units = with_columns(units, unit, merge_pair(others, of_label, loss_options), loss_options)
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
-        first = first_maximum(row, place, target, lanes, remainder, target_logit, stats.row_max, SHAPE.VECTOR)
+        first = first_maximum(row, place, label_at, lanes, remainder, target_logit, stats.row_max, SHAPE.VECTOR)
         is_finite = tl.abs(stats.row_max) < float("inf")
         argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
     return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]
 
 
 @triton.jit
-def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
+def store_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
     """Store all outputs, and return the losses."""
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
-    return store_outputs(outputs, rows, inside, stats, label, weight, sizes.vocab_size, loss_options)
+    return store_token_outputs(outputs, rows, inside, stats, label, weight, sizes.vocab_size, loss_options)
 
 
 @triton.jit
@@ -255,13 +255,13 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
         if grads.entropy is None and grads.lse is None and grads.divergence is None:
             live &= weight != 0  # it divides the loss alone
     made = row_factors(stats, label, live, weight, grads, strides, row, sizes.vocab_size, loss_options)
-    # A label in an excluded column is no column's target.
+    # A label in an excluded column has no column here.
     label = tl.where(stats.target_logit == float("-inf"), -1, label)
     return made, live, column_of(label, shard_start, sizes.n_valid)
 
 
 ALGEBRA = Algebra(
-    target=target_vector,
+    label_at=label_vector,
     empty=empty,
     tile=tile,
     merge_lanes=merge_lanes,
@@ -271,7 +271,7 @@ ALGEBRA = Algebra(
     store=store_stats,
     load=load_stats,
     merge_pair=merge_pair,
-    outputs=outputs,
+    store_outputs=store_outputs,
     factors=factors,
     gradient=tile_gradient,
 )

@@ -147,7 +147,7 @@ def loss(stats, label, vocab_size, loss_options):
 
 
 @triton.jit
-def store_outputs(outputs, rows, inside, stats, label, weight, vocab_size, loss_options):
+def store_token_outputs(outputs, rows, inside, stats, label, weight, vocab_size, loss_options):
     """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
 
     ``weight`` multiplies the loss. ``inside`` masks a vector of rows; None is all. Returns the losses.
@@ -263,5 +263,5 @@ def tile_gradient(factors, tile, row):
     uniform = factors.uniform_term
     if row.class_weight is not None:
         uniform *= tl.load(row.class_weight + tile.column, tile.inside, other=0.0)
-    is_target = tile.column == row.target
+    is_target = tile.column == row.label_at
     return logits_gradient(x, is_target, uniform, factors, row.grads, row.loss_options, row.temperature, row.threshold)

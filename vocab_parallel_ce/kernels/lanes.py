@@ -67,7 +67,7 @@ def tile_stats(tile, row):
     VECTOR: tl.constexpr = tile.column.shape[1]
     zeros = tl.zeros([LANES], tl.float32)
     shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq = zeros, zeros, zeros, zeros
-    is_other = tile.vector != row.target
+    is_other = tile.vector != row.label_at
     inside = tile.inside & is_other[:, None]
     z = load_logits(row.logits + tile.first + tile.at, inside, row)
     lane_max = tl.max(z, axis=1)

@@ -44,9 +44,9 @@ from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import KernelLoss, Row, merged_ranks, summed_ranks
 from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import Sizes, clear_padding, locate, write
+from vocab_parallel_ce.layout import sum_losses
 from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.program import step
-from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 LOSS_ROWS, SUMMED_ROWS = 128, 1024  # of a program of the outputs; of its only one
@@ -102,7 +102,7 @@ def outputs_kernel(
     merged = merged_ranks(stats, rows, inside, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, rows, inside, n_rows, RANKS)
     outputs = TokenOutputs(loss, entropy, lse, divergence, sum_sq_probs, mean_logit, predictions)
-    losses = LOSS.outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options)
+    losses = LOSS.store_outputs(outputs, rows, inside, merged, sums, label, divisor, sizes, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
@@ -150,16 +150,16 @@ def gradient_kernel(
     merged = merged_ranks(stats, row, None, n_rows, loss_options, LOSS, WIDTH, RANKS)
     sums = summed_ranks(second, row, None, n_rows, RANKS)
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_divergence)
-    factors, live, target = LOSS.factors(
+    factors, live, label_at = LOSS.factors(
         merged, sums, label, live, divisor, grads, grad_strides, row, shard_start, sizes, loss_options
     )
     place = locate(row, layout, other_layout, sizes.n_valid, SHAPE)
-    of_row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least, grads)
+    of_row = Row(logits, other, class_weight, label_at, sizes.vocab_size, loss_options, t, least, grads)
     write(place, factors, of_row, grad_logits, live, begin_tile, step, LOSS.gradient, SHAPE)
     clear_padding(grad_logits, place, sizes, begin_tile, SHAPE.LANES)
 
 
-def outputs(loss: KernelLoss) -> Callable[..., None]:
+def outputs_launcher(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the outputs."""
     launch_of = cache_launches(partial(_outputs, loss))
 
@@ -190,7 +190,7 @@ def outputs(loss: KernelLoss) -> Callable[..., None]:
     return fill
 
 
-def gradient(loss: KernelLoss) -> Callable[..., None]:
+def gradient_launcher(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the gradient."""
     shard, reads_weights = loss.shard, not loss.is_pair and bool(loss.options.smoothing)
 

@@ -99,8 +99,8 @@ def part_kernel(
     t = ops.row_temperature(temperature, index, live)
     least = ops.row_least(threshold, index, live)
     place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
-    target = LOSS.target(place, label, shard_start, SHAPE.VECTOR)
-    row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
+    label_at = LOSS.label_at(place, label, shard_start, SHAPE.VECTOR)
+    row = Row(logits, other, class_weight, label_at, sizes.vocab_size, loss_options, t, least)
     if stats is None:
         lanes = part_of_row(place, begin, row, LOSS.tile, SHAPE)
         LOSS.store_lanes(lane_pointers(parts, program, FIELDS, SHAPE.LANES), lanes, loss_options, SHAPE.LANES)
@@ -160,8 +160,8 @@ def statistics_kernel(
     t = ops.row_temperature(temperature, index, live)
     least = ops.row_least(threshold, index, live)
     place = locate(index, layout, other_layout, n_columns, SHAPE, unit_width)
-    target = LOSS.target(place, label, shard_start, SHAPE.VECTOR)
-    row = Row(logits, other, class_weight, target, sizes.vocab_size, loss_options, t, least)
+    label_at = LOSS.label_at(place, label, shard_start, SHAPE.VECTOR)
+    row = Row(logits, other, class_weight, label_at, sizes.vocab_size, loss_options, t, least)
     lanes = LOSS.empty(row, place, SHAPE.LANES)
     if parts is None:
         lanes = walk_parts(place, lanes, row, loss_options, LOSS.tile, LOSS.merge_lanes, SHAPE, UNROLLED)
@@ -173,7 +173,7 @@ def statistics_kernel(
     LOSS.store(stats + (stats_start + index) * stats_width, merged, loss_options, 1)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, divergence, sum_sq_probs, mean_logit, predictions)
-        LOSS.outputs(outputs, index, None, merged, None, label, None, sizes, loss_options)
+        LOSS.store_outputs(outputs, index, None, merged, None, label, None, sizes, loss_options)
     if second is not None:
         second_of_row(place, row, merged, None, 0, second + 2 * index, LOSS, SHAPE, UNROLLED)
 
@@ -215,9 +215,9 @@ def second_kernel(
     second_of_row(place, row, merged, parts, n_parts, pointer, LOSS, SHAPE, UNROLLED)
 
 
-def statistics(loss: KernelLoss) -> Callable[..., None]:
+def statistics_launcher(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the statistics, and of a single rank of those of its second exchange."""
-    second_too = second(loss)
+    second_too = second_launcher(loss)
 
     @cache_launches
     def launches(
@@ -250,7 +250,7 @@ def statistics(loss: KernelLoss) -> Callable[..., None]:
     return fill
 
 
-def second(loss: KernelLoss) -> Callable[..., None]:
+def second_launcher(loss: KernelLoss) -> Callable[..., None]:
     """Return the launcher of the second exchange's sums."""
 
     def fill(logits: Tensor, targets: Any, stats: Stats, rank: int) -> None:

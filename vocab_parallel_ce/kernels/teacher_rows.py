@@ -72,11 +72,11 @@ def merge_pair(a, b, loss_options):
 
 
 @triton.jit
-def outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
+def store_outputs(outputs, rows, inside, stats, second, label, divisor, sizes, loss_options):
     """Store all outputs, and return the losses, which are those of the labels."""
     value = ops.at_the_edges(divergences.loss(stats[1], second, loss_options), label, sizes.vocab_size, loss_options)
     tl.store(outputs.divergence + rows, value, inside)
-    return label_rows.outputs(outputs, rows, inside, stats[0], None, label, divisor, sizes, loss_options)
+    return label_rows.store_outputs(outputs, rows, inside, stats[0], None, label, divisor, sizes, loss_options)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def mixture(sums, tile, pair):
 
 
 ALGEBRA = Algebra(
-    target=label_rows.target_vector,
+    label_at=label_rows.label_vector,
     empty=empty,
     tile=tile,
     merge_lanes=merge_lanes,
@@ -117,7 +117,7 @@ ALGEBRA = Algebra(
     store=store,
     load=load,
     merge_pair=merge_pair,
-    outputs=outputs,
+    store_outputs=store_outputs,
     factors=factors,
     gradient=gradient,
     second=mixture,

@@ -146,12 +146,12 @@ class Loss:
 def bound(kernels: ModuleType, loss: Any, exchanges: tuple[tuple[str, ...], ...]) -> Launchers:
     """Bind the launchers of ``kernels`` to a ``KernelLoss``."""
     return Launchers(
-        kernels.rows.statistics(loss),
-        kernels.outputs.outputs(loss),
-        kernels.outputs.gradient(loss),
+        kernels.rows.statistics_launcher(loss),
+        kernels.outputs.outputs_launcher(loss),
+        kernels.outputs.gradient_launcher(loss),
         kernels.outputs.element_mul,
         widths=tuple(map(len, exchanges)),
-        second=kernels.rows.second(loss) if len(exchanges) > 1 else None,
+        second=kernels.rows.second_launcher(loss) if len(exchanges) > 1 else None,
         stored_rows=kernels.rows.STORED_ROWS if len(exchanges) == 1 else 0,
         summed_rows=0 if loss.is_pair else kernels.outputs.SUMMED_ROWS,
         counted_rows=0 if loss.is_pair else kernels.outputs.COUNTED_ROWS,

@@ -60,7 +60,7 @@ class LabelLoss(Loss):
         return (options.statistics,)
 
     def tile(self, x: Tensor, targets: Labels, shard: VocabShard, options: LossOptions) -> RowStats:
-        names, options = options.statistics, at_rows(options, *targets[2:])
+        names, options = options.statistics, at_rows(options, targets.temperature, targets.threshold)
         return spec.local_stats(x, targets.labels, shard.start, shard.vocab_size, options, names, targets.class_weight)
 
     def merge(self, a: RowStats, b: RowStats, options: LossOptions) -> RowStats:
@@ -80,7 +80,7 @@ class LabelLoss(Loss):
     def gradient(
         self, x: Tensor, targets: Labels, stats: RowStats, second: None, shard: VocabShard, options: LossOptions
     ) -> Tensor:
-        options = at_rows(options, *targets[2:])
+        options = at_rows(options, targets.temperature, targets.threshold)
         return spec.gradient(x, stats, targets.labels, shard.start, shard.vocab_size, options, targets.class_weight)
 
     def outputs_gradient(
@@ -93,7 +93,7 @@ class LabelLoss(Loss):
         shard: VocabShard,
         options: LossOptions,
     ) -> Tensor:
-        options = at_rows(options, *targets[2:])
+        options = at_rows(options, targets.temperature, targets.threshold)
         return outputs_gradient(x, stats, targets.labels, shard.start, shard.vocab_size, grads, options)
 
     def ignored(self, targets: Labels, options: LossOptions) -> Tensor:

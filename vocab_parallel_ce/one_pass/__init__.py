@@ -27,18 +27,18 @@ SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that its programs share
 
 
 class Config(NamedTuple):
-    """Launch shape of the kernel. A chunk is one 16-byte vector per thread of a program."""
+    """Launch shape of the kernel. A piece is one 16-byte vector per thread of a program."""
 
     num_warps: int
-    register_chunks: int  # chunks of a row that stay in registers
-    stages: int  # chunks in the shared-memory buffer
-    chunks_per_wait: int  # chunks that are waited for, and refilled, together
+    register_pieces: int  # pieces of a row that stay in registers
+    stages: int  # pieces in the shared-memory buffer
+    pieces_per_wait: int  # pieces that are waited for, and refilled, together
     programs_per_sm: int
 
 
 # (row bytes from, up to, configuration). The best of 5 to 12 for bf16 rows of nine widths of 16 K to 132 K columns, on
 # one H200 with Triton 3.6, among those that spill nothing in plain rows; of about 80 before. A row has at most
-# register_chunks + stages chunks.
+# register_pieces + stages pieces.
 WIDTHS = (
     (16_384, 40_960, Config(4, 6, 48, 8, 2)),
     (40_961, 94_208, Config(8, 4, 24, 8, 2)),

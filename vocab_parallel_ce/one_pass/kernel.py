@@ -3,10 +3,10 @@
     loss = log(sum_exp) + row_max - z_y + z_loss * lse^2
     dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_y - 1 = -others_sum / sum_exp
 
-and what ``labels`` has of the other options. Persistent programs, all at once on the GPU, walk the rows, in chunks of
-one 16-byte vector per thread (``rows``). Asynchronous copies fill a circular buffer of STAGES chunks in shared
-memory, so the next rows arrive while the program works on this one. The gradient needs each chunk a second time. The
-first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay in the
+and what ``labels`` has of the other options. Persistent programs, all at once on the GPU, walk the rows, in pieces of
+one 16-byte vector per thread (``rows``). Asynchronous copies fill a circular buffer of STAGES pieces in shared
+memory, so the next rows arrive while the program works on this one. The gradient needs each piece a second time. The
+first REGISTER_PIECES of a row stay in registers, and their stages are refilled at once. The other pieces stay in the
 buffer.
 
 Regime: one rank, rows of 16 to 264 KiB without padding, bound by memory. Ignored rows are not read. No interpreter
@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.labels import row_factors, store_outputs
+from vocab_parallel_ce.kernels.labels import row_factors, store_token_outputs
 from vocab_parallel_ce.kernels.launch import Launch, cache_launches, row_arguments
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import Labels
@@ -34,12 +34,12 @@ from vocab_parallel_ce.one_pass.rows import (
     Cursor,
     Sizes,
     Walk,
-    chunk_columns,
     clear_rows,
     fetch,
     label_lanes_of,
     load_remainder,
     locate,
+    piece_columns,
     read_row,
     write_label,
     write_row,
@@ -135,10 +135,10 @@ def one_pass_kernel(
     loss_options,  # option_arguments
     n_rows,
     COUNTED: gl.constexpr,  # the divisor is the number of rows that are not ignored, or the sum of their weights
-    CHUNKS: gl.constexpr,  # Sizes
-    REGISTER_CHUNKS: gl.constexpr,
+    PIECES: gl.constexpr,  # Sizes
+    REGISTER_PIECES: gl.constexpr,
     STAGES: gl.constexpr,
-    CHUNKS_PER_WAIT: gl.constexpr,
+    PIECES_PER_WAIT: gl.constexpr,
     HAS_EDGES: gl.constexpr,
     LANES: gl.constexpr,
     VECTOR: gl.constexpr,
@@ -150,12 +150,12 @@ def one_pass_kernel(
     """
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # Rows after this one that a program fetches from while it works on this one.
-    AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
-    lane_columns = chunk_columns(LANES, VECTOR)
+    AHEAD: gl.constexpr = (PIECES - 1 + STAGES) // PIECES
+    lane_columns = piece_columns(LANES, VECTOR)
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
-    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
+    sizes: gl.constexpr = Sizes(PIECES, REGISTER_PIECES, STAGES, PIECES_PER_WAIT, HAS_EDGES)
     stage = 0
     row = gl.program_id(0)
     walk = Walk(logits, layout, n_columns, lane_columns, buffer)
@@ -181,7 +181,7 @@ def one_pass_kernel(
         target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
-        others_max, others_sum, chunks = read_row(walk, cursor, body, remainder, loss_options, sizes)
+        others_max, others_sum, pieces = read_row(walk, cursor, body, remainder, loss_options, sizes)
         target = ops.transform(remainder.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
@@ -192,11 +192,11 @@ def one_pass_kernel(
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_remainder = load_remainder(walk, next_body, label_columns[1], HAS_EDGES)
-        store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
-        write_row(walk, cursor, body, remainder.edges, chunks, factors, grads, loss_options, sizes)
+        store_token_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+        write_row(walk, cursor, body, remainder.edges, pieces, factors, grads, loss_options, sizes)
         # write_row wrote the label's column like every other.
         write_label(walk, body, remainder.target, column, factors, grads, loss_options, HAS_EDGES)
-        stage = (stage + CHUNKS) % STAGES
+        stage = (stage + PIECES) % STAGES
         row += step
         label_columns = label_columns[1:] + (new_column,)
     if COUNTED or divisor is not None:
@@ -237,10 +237,10 @@ def _launch(
 ) -> Launch:
     vector = VECTOR_BYTES // element_size
     lanes = THREADS_PER_WARP * config.num_warps
-    chunks = -(-n_columns // vector * vector // (lanes * vector))
+    pieces = -(-n_columns // vector * vector // (lanes * vector))
     has_edges = n_columns % vector != 0 or layout.pitch % vector != 0
-    register_chunks = min(config.register_chunks, chunks)
-    sizes = Sizes(chunks, register_chunks, config.stages, config.chunks_per_wait, has_edges)
+    register_pieces = min(config.register_pieces, pieces)
+    sizes = Sizes(pieces, register_pieces, config.stages, config.pieces_per_wait, has_edges)
     constants = {"COUNTED": counted, **sizes._asdict(), "LANES": lanes, "VECTOR": vector}
     values = (layout, n_columns, options)
     # All programs of a multiprocessor must fit at once; the compiler does not know how many there are.

@@ -1,7 +1,7 @@
-"""How ``one_pass`` reads and writes a row: the circular buffer of its chunks, its edges, and sums over its columns.
+"""How ``one_pass`` reads and writes a row: the circular buffer of its pieces, its edges, and sums over its columns.
 
 A row is a body of whole 16-byte vectors, which are copied to the buffer, and edges before and after the body if rows
-are not aligned. A chunk is one vector per lane, and a lane is a thread. A thread reads only vectors that it copied
+are not aligned. A piece is one vector per lane, and a lane is a thread. A thread reads only vectors that it copied
 itself. So it waits for its own copies only, without a barrier.
 
 Next to the label's own term, ``others_sum`` would lose digits. So the walk leaves out the label's vector. The other
@@ -31,24 +31,24 @@ class Walk(NamedTuple):
     logits: tl.tensor
     layout: tl.tuple
     n_columns: tl.tensor
-    lane_columns: tl.tensor  # [LANES, VECTOR] columns of a body's first chunk
+    lane_columns: tl.tensor  # [LANES, VECTOR] columns of a body's first piece
     buffer: gl.shared_memory_descriptor
 
 
 class Sizes(NamedTuple):
-    """Constants of the kernel; the numbers are in chunks."""
+    """Constants of the kernel; the numbers are in pieces."""
 
-    CHUNKS: gl.constexpr  # of a row
-    REGISTER_CHUNKS: gl.constexpr
+    PIECES: gl.constexpr  # of a row
+    REGISTER_PIECES: gl.constexpr
     STAGES: gl.constexpr
-    CHUNKS_PER_WAIT: gl.constexpr
+    PIECES_PER_WAIT: gl.constexpr
     HAS_EDGES: gl.constexpr
 
 
 class Cursor(NamedTuple):
     """The row that a program works on, and what it knows of its next rows."""
 
-    stage: tl.tensor  # of the row's first chunk
+    stage: tl.tensor  # of the row's first piece
     row: tl.tensor
     step: tl.tensor  # from one row of the program to its next
     columns: tl.tuple  # label_column of this row and of the next ones
@@ -64,7 +64,7 @@ class Body(NamedTuple):
 
 
 class Remainder(NamedTuple):
-    """A row's logits that no chunk has, as they are in memory, one per lane; -inf in the lanes after them."""
+    """A row's logits that no piece has, as they are in memory, one per lane; -inf in the lanes after them."""
 
     target: tl.tensor  # the label's
     neighbors: tl.tensor  # the others of the label's vector
@@ -72,13 +72,13 @@ class Remainder(NamedTuple):
 
 
 @gluon.constexpr_function
-def copies_in_flight(chunk, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT):
-    """Return how many copies may be in flight while CHUNKS_PER_WAIT chunks from ``chunk`` on must be there.
+def copies_in_flight(piece, PIECES, REGISTER_PIECES, STAGES, PIECES_PER_WAIT):
+    """Return how many copies may be in flight while PIECES_PER_WAIT pieces from ``piece`` on must be there.
 
     STAGES copies were started before the row's first refill, and one by each refill since.
     """
-    last = min(chunk + CHUNKS_PER_WAIT, CHUNKS) - 1
-    refilled = min(max(chunk - CHUNKS_PER_WAIT, 0), REGISTER_CHUNKS)
+    last = min(piece + PIECES_PER_WAIT, PIECES) - 1
+    refilled = min(max(piece - PIECES_PER_WAIT, 0), REGISTER_PIECES)
     return STAGES + refilled - last - 1
 
 
@@ -108,8 +108,8 @@ def locate(walk, row, column, HAS_EDGES: gl.constexpr):
 
 
 @gluon.jit
-def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr):
-    """Return the columns ``[LANES, VECTOR]`` of a chunk: a vector per thread."""
+def piece_columns(LANES: gl.constexpr, VECTOR: gl.constexpr):
+    """Return the columns ``[LANES, VECTOR]`` of a piece: a vector per thread."""
     tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
     vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
     return vectors[:, None] * VECTOR + gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))[None, :]
@@ -158,24 +158,24 @@ def edge_offsets(walk, body):
 
 
 @gluon.jit
-def fetch(walk, cursor, chunk: gl.constexpr, SIZES: gl.constexpr):
-    """Start to copy a chunk to its stage; ``chunk`` counts from the cursor's row on, over the next rows too.
+def fetch(walk, cursor, piece: gl.constexpr, SIZES: gl.constexpr):
+    """Start to copy a piece to its stage; ``piece`` counts from the cursor's row on, over the next rows too.
 
     Columns that are not read become 0 in the buffer, those of ignored rows too.
     """
-    ahead: gl.constexpr = chunk // SIZES.CHUNKS
-    columns = (chunk % SIZES.CHUNKS) * walk.lane_columns.numel + walk.lane_columns
+    ahead: gl.constexpr = piece // SIZES.PIECES
+    columns = (piece % SIZES.PIECES) * walk.lane_columns.numel + walk.lane_columns
     body = locate(walk, cursor.row + ahead * cursor.step, -1, SIZES.HAS_EDGES)
     n_read = gl.where(cursor.columns[ahead] == -2, 0, body.width)
-    stage = (cursor.stage + chunk) % SIZES.STAGES
+    stage = (cursor.stage + piece) % SIZES.STAGES
     copy_to_shared(walk.buffer.index(stage), walk.logits + body.first + columns, mask=columns < n_read)
     async_copy.commit_group()
 
 
 @gluon.constexpr_function
-def may_end(chunk, SIZES):
-    """Whether the body may end in ``chunk``. An edge is narrower than a chunk, so it may in the last two."""
-    return chunk >= SIZES.CHUNKS - 1 - SIZES.HAS_EDGES
+def may_end(piece, SIZES):
+    """Whether the body may end in ``piece``. An edge is narrower than a piece, so it may in the last two."""
+    return piece >= SIZES.PIECES - 1 - SIZES.HAS_EDGES
 
 
 @gluon.jit
@@ -197,62 +197,62 @@ def begin_sums(walk, body, remainder, column, loss_options, HAS_EDGES: gl.conste
 
 @gluon.jit
 def read_row(walk, cursor, body, remainder, loss_options, SIZES: gl.constexpr):
-    """Return ``(row_max, others_sum, chunks)``: statistics without the label, and the chunks in registers."""
-    CHUNKS: gl.constexpr = SIZES.CHUNKS
-    CHUNKS_PER_WAIT: gl.constexpr = SIZES.CHUNKS_PER_WAIT
+    """Return ``(row_max, others_sum, pieces)``: statistics without the label, and the pieces in registers."""
+    PIECES: gl.constexpr = SIZES.PIECES
+    PIECES_PER_WAIT: gl.constexpr = SIZES.PIECES_PER_WAIT
     lane_columns = walk.lane_columns
     tile: gl.constexpr = lane_columns.type.layout
     label_vector = body.target_vector - lanes_of(walk)
     lane_max, lane_sum = begin_sums(walk, body, remainder, cursor.columns[0], loss_options, SIZES.HAS_EDGES)
-    chunks = ()
-    for i in gl.static_range(CHUNKS):
-        if i % CHUNKS_PER_WAIT == 0:
-            async_copy.wait_group(copies_in_flight(i, CHUNKS, SIZES.REGISTER_CHUNKS, SIZES.STAGES, CHUNKS_PER_WAIT))
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        if i % PIECES_PER_WAIT == 0:
+            async_copy.wait_group(copies_in_flight(i, PIECES, SIZES.REGISTER_PIECES, SIZES.STAGES, PIECES_PER_WAIT))
             # Refill the stages that were read before the wait.
-            for done in gl.static_range(i - CHUNKS_PER_WAIT, i):
-                if done >= 0 and done < SIZES.REGISTER_CHUNKS:
+            for done in gl.static_range(i - PIECES_PER_WAIT, i):
+                if done >= 0 and done < SIZES.REGISTER_PIECES:
                     fetch(walk, cursor, done + SIZES.STAGES, SIZES)
-        chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(tile)
-        if i < SIZES.REGISTER_CHUNKS:
-            chunks = chunks + (chunk,)
-        z = ops.transform(chunk.to(gl.float32), loss_options)[0]
+        piece = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(tile)
+        if i < SIZES.REGISTER_PIECES:
+            pieces = pieces + (piece,)
+        z = ops.transform(piece.to(gl.float32), loss_options)[0]
         if may_end(i, SIZES):
             z = gl.where(i * lane_columns.numel + lane_columns < body.width, z, float("-inf"))
         is_other = label_vector != i * lane_columns.shape[0]
-        chunk_max = gl.where(is_other, gl.max(z, axis=1), float("-inf"))
-        new_max = gl.maximum(lane_max, chunk_max)
+        piece_max = gl.where(is_other, gl.max(z, axis=1), float("-inf"))
+        new_max = gl.maximum(lane_max, piece_max)
         shift = ops.finite_or_zero(new_max)
         lane_sum *= ops.exp_shifted(lane_max, shift)
         lane_sum += gl.where(is_other, gl.sum(ops.exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
     row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
-    for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
-        if done < SIZES.REGISTER_CHUNKS:
+    for done in gl.static_range((PIECES - 1) // PIECES_PER_WAIT * PIECES_PER_WAIT, PIECES):
+        if done < SIZES.REGISTER_PIECES:
             fetch(walk, cursor, done + SIZES.STAGES, SIZES)
-    return row_max, others_sum, chunks
+    return row_max, others_sum, pieces
 
 
 @gluon.jit
-def write_row(walk, cursor, body, edges, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
+def write_row(walk, cursor, body, edges, pieces, factors, grads, loss_options, SIZES: gl.constexpr):
     """Write the gradient over every column of a row, the label's as if it were another, and refill the stages."""
     logits, lane_columns = walk.logits, walk.lane_columns
     element = logits.dtype.element_ty
-    for i in gl.static_range(SIZES.CHUNKS):
-        if i < SIZES.REGISTER_CHUNKS:
-            chunk = chunks[i]
+    for i in gl.static_range(SIZES.PIECES):
+        if i < SIZES.REGISTER_PIECES:
+            piece = pieces[i]
         else:
-            chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
+            piece = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
         columns = i * lane_columns.numel + lane_columns
-        x = chunk.to(gl.float32)
+        x = piece.to(gl.float32)
         grad = logits_gradient(x, False, 0.0, factors, grads, loss_options).to(element)
         if may_end(i, SIZES):
             gl.store(logits + body.first + columns, grad, mask=columns < body.width)
         else:
             gl.store(logits + body.first + columns, grad)
-        if i >= SIZES.REGISTER_CHUNKS:
-            if (i + 1 - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT == 0 or i == SIZES.CHUNKS - 1:
+        if i >= SIZES.REGISTER_PIECES:
+            if (i + 1 - SIZES.REGISTER_PIECES) % SIZES.PIECES_PER_WAIT == 0 or i == SIZES.PIECES - 1:
                 # Refill the stages that were read since the last refill.
-                for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
+                for done in gl.static_range(i - (i - SIZES.REGISTER_PIECES) % SIZES.PIECES_PER_WAIT, i + 1):
                     fetch(walk, cursor, done + SIZES.STAGES, SIZES)
     if SIZES.HAS_EDGES:
         offset, inside = edge_offsets(walk, body)
@@ -285,7 +285,7 @@ def clear_rows(walk, row, step, n_rows, SIZES: gl.constexpr):
     zeros = gl.zeros_like(lane_columns).to(walk.logits.dtype.element_ty)
     while row < n_rows:
         body = locate(walk, row, -1, SIZES.HAS_EDGES)
-        for i in range(SIZES.CHUNKS):
+        for i in range(SIZES.PIECES):
             columns = i * lane_columns.numel + lane_columns
             gl.store(walk.logits + body.first + columns, zeros, mask=columns < body.width)
         if SIZES.HAS_EDGES:
