@@ -270,7 +270,7 @@ def scaled(dtype: str, edges: bool) -> Variant:
 def of_largest(dtype: str) -> Iterator[Variant]:
     x, row = DTYPES[dtype], (N_COLUMNS, N_COLUMNS)
     yield Variant(f"tile_maxima-{dtype}", launch_of("largest", "_tile_maxima", *row, 64), (x, x))
-    yield Variant(f"count_equal-{dtype}", launch_of("largest", "_count_equal", *row), (x, x, torch.int32))
+    yield Variant(f"equal_and_below-{dtype}", launch_of("largest", "_equal_and_below", *row), (x, x, torch.int32, x))
     for counts, option in ((False, "plain"), (True, "plain"), (False, "softcap")):
         launch = launch_of("largest", "_sums_above", *row, 7, 2.0**40, OPTIONS[option], counts)
         yield Variant(f"sums_above-{dtype}-{option}{'-counts' * counts}", launch, (x, x, x, torch.float32, torch.int64))
