@@ -5,9 +5,9 @@
             the smallest one whose logits above it have less
 
 Of ``top_k`` up to 1024, all ranks gather their largest logits, and the threshold is read off the list. Otherwise it is
-searched among the logits' bit patterns, which are ordered as the numbers are: a step takes 7 of them per row, adds the
-counts or sums above them of all ranks, and leaves an 8th of the range. Kernels read the logits once a step; plain
-PyTorch sorts them first.
+searched among the logits' bit patterns, which are ordered as the numbers are: a step takes ``2**N_BITS - 1`` of them
+per row, adds the counts or sums above them of all ranks, and leaves one of ``2**N_BITS`` parts of the range. Kernels
+read the logits once a step; plain PyTorch sorts them first.
 
 The threshold is then moved to the middle between this last kept logit and the first dropped one, the largest below it
 of all ranks: the fp32 values of 16-bit logits are on the same side.

@@ -1,7 +1,7 @@
 """What finds the largest logits of a row: the maxima of its tiles, and which logits are equal to or above numbers.
 
 Tiles: a program takes 64 tiles of 64 columns. Otherwise a program takes a row. Regime: bound by memory, one read of the
-shard each, and sums above seven numbers by additions of int64; 1 K to 256 K columns.
+shard each, and sums above several numbers by additions of int64; 1 K to 256 K columns.
 """
 
 import torch
@@ -90,13 +90,13 @@ def sums_above_kernel(
     least = tl.load(numbers + row * n_numbers + place, place < n_numbers, other=float("inf")).to(tl.float32)
     total = tl.zeros([NUMBERS, COLUMNS], tl.int64)
     for first in range(0, n_columns, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
+        columns = first + tl.arange(0, COLUMNS)[None, :]
         x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("-inf"))
-        part = tl.full([COLUMNS], 1, tl.int64)
+        part = tl.full([1, COLUMNS], 1, tl.int64)
         if not COUNTS:
             z = ops.transform(x, loss_options, t)[0]
             part = (ops.exp_shifted(z, z_max) * unit).to(tl.int64)
-        total += tl.where(x.to(tl.float32)[None, :] > least[:, None], part[None, :], 0)
+        total += tl.where(x.to(tl.float32) > least[:, None], part, 0)
     tl.store(sums + row * n_numbers + place, tl.sum(total, axis=1), place < n_numbers)
 
 
