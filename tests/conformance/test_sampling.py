@@ -201,9 +201,9 @@ def _losses(student, ignored, *, labels, top_k, top_p, temperature):
 
 @pytest.mark.quick(2)
 @pytest.mark.interpreted(2)
-@pytest.mark.parametrize("top_k", (9, None))
+@pytest.mark.parametrize(("top_k", "top_p"), ((9, 0.8), (9, 1.0), (None, 0.8)))
 @in_several_ranks
-def test_ranks(rank_pool, impl, top_k):
+def test_ranks(rank_pool, impl, top_k, top_p):
     """The thresholds are of the whole vocabulary, and the same on all ranks: by a list, or sums above numbers.
 
     Then 4 bytes: the largest logit that is dropped.
@@ -212,10 +212,10 @@ def test_ranks(rank_pool, impl, top_k):
     n = rank_pool.world_size
     width = -(-64 // n)
     bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
-    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": 0.8, "temperature": 0.7, "reduction": "none"}
+    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": top_p, "temperature": 0.7, "reduction": "none"}
     case = Case(Pair(logits, logits, _losses), impl, options, bounds, "shard", function=_sampled)
-    sent = [4 * 9, 4, 4, 12] if top_k else [4] + [8] + [8 * (2**N_BITS - 1)] * N_STEPS + [4] + [12]
-    check(case, rank_pool.run(run, case), sent)
+    search = [4 * 9] + [4] * (top_p < 1) if top_k else [4] + [8] + [8 * (2**N_BITS - 1)] * N_STEPS
+    check(case, rank_pool.run(run, case), [*search, 4, 12])
 
 
 def _head_in_rank(rank, group, impl, given, sequence_parallel):
