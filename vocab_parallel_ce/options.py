@@ -27,8 +27,9 @@ HEAD_GRADIENTS = ("auto", "in_forward", "in_backward")
 COUNT = "count"  # valid tokens are counted
 MOST_TOKENS = 2**20  # of a chunk: a larger number is one of bytes
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
-OUTPUTS = TokenOutputs._fields[1:]  # alongside the loss
-DIFFERENTIABLE = GradOutputs._fields[1:]  # those with a gradient of their own
+DIVERGENCE = "divergence"  # the output that needs a teacher
+OUTPUTS = tuple(name for name in TokenOutputs._fields[1:] if name != DIVERGENCE)  # the others alongside the loss
+DIFFERENTIABLE = tuple(name for name in GradOutputs._fields[1:] if name != DIVERGENCE)  # those with a gradient
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -205,7 +206,7 @@ class Settings(NamedTuple):
     @property
     def asks_for_differentiable(self) -> bool:
         """Whether an output is asked for that has a gradient of its own."""
-        return any(name in DIFFERENTIABLE for name in self.outputs)
+        return any(name in (*DIFFERENTIABLE, DIVERGENCE) for name in self.outputs)
 
 
 # Settings that public functions take as keywords, over logits and over heads. `public` makes their signatures.
@@ -331,7 +332,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "temperature": None,  # in logit_scale and softcap
         "threshold": None,
         "class_weight": class_weight,
-        **{name: name in requested for name in OUTPUTS if name != "divergence"},
+        **{name: name in requested for name in OUTPUTS},
     }
     same = {
         # NumPy's numbers become Python's.

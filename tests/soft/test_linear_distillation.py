@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.cases.flat import linear_distillation_loss
+from tests.support.cases.flat import linear_cross_entropy, linear_distillation_loss
 from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
 from tests.support.cases.soft import divergences, topk_losses
 from tests.support.ranks.case import BOUNDS, assembled, even
@@ -189,6 +189,22 @@ def test_no_tokens_and_without_labels_nothing_is_ignored():
     assert linear_distillation_loss(*heads_of(few)) == 0
     loss = linear_distillation_loss(*heads_of(made), ignore_index=0)
     assert_close(loss, truth_of(made)[0])
+
+
+@pytest.mark.parametrize("gradient", ["in_forward", "in_backward"])
+def test_a_hard_weight_of_1_is_cross_entropy(impl_device, gradient):
+    """Also where the divergence is infinite, which has no finite gradient."""
+    impl, device = impl_device
+    made, labels = inputs()
+    made["teacher_bias"][(labels[0] + 1) % COLUMNS] = -torch.inf
+    made = {name: tensor.to(device).requires_grad_(name.startswith("student")) for name, tensor in made.items()}
+    (student, teacher), labels = heads_of(made), labels.to(device)
+    options = {"impl": impl, "gradient": gradient, "labels": labels}
+    expected = linear_cross_entropy(*student[:2], bias=student.bias, **options)
+    expected = expected, *torch.autograd.grad(expected, student)
+    for divergence in ("forward", "reverse", "js"):
+        loss = linear_distillation_loss(student, teacher, hard_weight=1.0, divergence=divergence, **options)
+        torch.testing.assert_close((loss, *torch.autograd.grad(loss, student)), expected)
 
 
 @pytest.mark.reference

@@ -96,7 +96,8 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
 def gradient(factors, tile, row):
     grad = labels.tile_gradient(factors[0], tile, row)
     if row.grads.divergence is not None:
-        grad += divergences.gradient(factors[1], tile, row)
+        # A divergence that does not count may be infinite.
+        grad += tl.where(factors[1].weight == 0, 0.0, divergences.gradient(factors[1], tile, row))
     return grad
 
 

@@ -265,7 +265,9 @@ class DivergenceLoss(Loss):
         of_labels = _of_labels(stats)
         grad = LABELS.outputs_gradient(x, _labels(targets), of_labels, None, grads, shard, options.labels)
         if grads.divergence is not None:
-            grad = grad + self._gradient(x, targets, stats, second, shard, options) * grads.divergence.unsqueeze(-1)
+            weight = grads.divergence.unsqueeze(-1)
+            of_divergence = self._gradient(x, targets, stats, second, shard, options) * weight
+            grad = grad + torch.where(weight == 0, 0.0, of_divergence)  # one that does not count may be infinite
         return grad
 
     def _gradient(

@@ -49,7 +49,7 @@ class LabelLoss(Loss):
         return loss_options(settings, vocab_size, class_weight=class_weight)
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
-        return {name: name in DIFFERENTIABLE for name in OUTPUTS if getattr(options, name, False)}
+        return {name: name in DIFFERENTIABLE for name in OUTPUTS if getattr(options, name)}
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:

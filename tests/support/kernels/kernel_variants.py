@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from triton.backends.compiler import GPUTarget
 
-from tests.support.kernels.pair_variants import of_divergence
+from tests.support.kernels.pair_variants import OF_OBJECTIVES, of_divergence
 from tests.support.kernels.variant import (
     ALONE,
     DTYPES,
@@ -48,7 +48,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "all", merged=True)
     yield finish("all", 4, summed=True)
     yield from of_divergence("bf16", False, DivergenceOptions(), "fp32")
-    yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.01, 0.5))  # a small share
+    yield from of_divergence("bf16", True, DivergenceOptions("js", 0.01, 2.0, 2.0))  # a small share
+    yield from of_divergence("bf16", True, OF_OBJECTIVES["all"], of_rows=OF_ROWS)
     yield stats("bf16", True, "all_weighted")
     yield stats("bf16", True, "all", rows=("temperature",))
     yield gradient("bf16", True, "all_weighted", call="padded")
@@ -60,7 +61,10 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         return
     for divergence in ("forward", "js"):
         yield from of_divergence("bf16", False, DivergenceOptions(divergence))
-    yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
+    yield from of_divergence("bf16", False, DivergenceOptions("reverse", 0.5, 2.0, 2.0))
+    for of_labels in ("plain", "entropy", "softcap"):
+        yield from of_divergence("bf16", False, OF_OBJECTIVES[of_labels])
+    yield from of_divergence("bf16", False, OF_OBJECTIVES["entropy"]._replace(divergence="reverse"), "fp32")
     yield from of_divergence("bf16", False, DivergenceOptions("js"), padding=3)
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
@@ -124,7 +128,8 @@ def of_units() -> Iterator[Variant]:
     yield stats("bf16", False, "plain", merged=True, units=8)
     yield part("bf16", False, "plain", units=8)
     yield from of_divergence("bf16", False, DivergenceOptions("js"), units=8)
-    yield from of_divergence("bf16", True, DivergenceOptions("reverse", 2.0, hard_weight=0.5), units=4)
+    yield from of_divergence("bf16", True, DivergenceOptions("reverse", 0.5, 2.0, 2.0), units=4)
+    yield from of_divergence("bf16", True, OF_OBJECTIVES["entropy"], units=4)
 
 
 def has_one_pass(target: GPUTarget) -> bool:
@@ -133,7 +138,7 @@ def has_one_pass(target: GPUTarget) -> bool:
 
 
 def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
-    *others, predictions = True, *(getattr(options, name) for name in OUTPUTS)
+    *others, predictions = True, *(getattr(options, name, False) for name in OUTPUTS)
     return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
 
 
@@ -200,7 +205,7 @@ def gradient(
     """
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
-    others = (options.entropy, options.lse) if call == "in_backward" else (False, False)
+    others = (options.entropy, options.lse, False) if call == "in_backward" else (False, False, False)
     grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
