@@ -20,7 +20,7 @@ PAIRS = (
     "divergence_second",
     "divergence_gradient",
 )  # that walk two tensors together
-LARGEST = ("tile_maxima", "count_equal", "sums_above")
+LARGEST = ("tile_maxima", "equal_and_below", "sums_above")
 IDS = ("ids_statistics", "ids_outputs", "ids_gradient", "write_columns")
 MERGED_PAIRS = ("divergence_merged",)  # that merge parts of them
 

@@ -40,7 +40,7 @@ NEVER |= {
     )
 }
 # What finds the largest logits has no impl: on the CPU it is plain PyTorch; tests/kernels/test_largest.py launches it.
-ON_A_GPU = {"tile_maxima_kernel", "count_equal_kernel", "sums_above_kernel"}
+ON_A_GPU = {"tile_maxima_kernel", "equal_and_below_kernel", "sums_above_kernel"}
 NEVER |= {
     (f"{kernel}_kernel", f"loss_options.{name}", None): "k ids have no such option"
     for kernel in ("ids_statistics", "ids_gradient")

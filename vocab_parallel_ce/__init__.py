@@ -2,6 +2,7 @@
 
 import torch
 
+from vocab_parallel_ce.versions import __version__ as __version__
 from vocab_parallel_ce.versions import require_torch
 
 require_torch(torch.__version__)  # before an older one fails in another way
@@ -26,8 +27,6 @@ from vocab_parallel_ce.options import HeadOptions
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Teacher
 from vocab_parallel_ce.verify import verify_calls
-
-__version__ = "0.3.0"
 
 __all__ = [
     "Head",

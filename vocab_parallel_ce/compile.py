@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils import _pytree as pytree
 
-from vocab_parallel_ce import __version__, checks, run
+from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import (
@@ -58,6 +58,7 @@ from vocab_parallel_ce.plan import Plan, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head, Tokens, check, present
+from vocab_parallel_ce.versions import __version__
 
 
 class Traced(NamedTuple):

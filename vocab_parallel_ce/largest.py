@@ -18,7 +18,6 @@ from vocab_parallel_ce.spec import NEG_INF, LossOptions, transformed
 
 TILE = 64
 MOST_SORTED = 4096  # columns that PyTorch sorts on chip
-MOST_COMPARED = 2**25  # logits that are compared at once: copies of them take 5 bytes each
 
 
 def n_compared(n_columns: int, k: int) -> int:
@@ -41,22 +40,20 @@ def largest_values(rows: Tensor, k: int) -> Tensor:
     return rows.topk(k, dim=-1).values
 
 
-def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return ``[N]``, how many of ``rows [N, C]`` are equal to ``numbers [N]``."""
+def equal_and_below(rows: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[N]`` int32, how many of ``rows [N, C]`` are equal to ``numbers [N]``, and the largest below them.
+
+    The second has the numbers' dtype, and -inf if there is none.
+    """
     if rows.shape[-1] and has_kernels(rows):
         from vocab_parallel_ce.kernels import largest
 
-        return largest.count_equal(rows, numbers.to(rows.dtype))
-    return (rows == numbers.unsqueeze(-1)).sum(dim=-1, dtype=torch.int32)
-
-
-def largest_below(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return ``[N]``, the largest of ``rows [N, C]`` below ``numbers [N]``, of their dtype; -inf if there is none."""
-    if not rows.shape[-1]:
-        return torch.full_like(numbers, NEG_INF)
-    step = max(MOST_COMPARED // rows.shape[-1], 1)
-    parts = zip(rows.split(step), numbers.to(rows.dtype).unsqueeze(-1).split(step), strict=True)
-    return torch.cat([torch.where(x < number, x, NEG_INF).amax(dim=-1) for x, number in parts]).to(numbers.dtype)
+        n_equal, below = largest.equal_and_below(rows, numbers.to(rows.dtype))
+    else:
+        least = numbers.to(rows.dtype).unsqueeze(-1)
+        n_equal = (rows == least).sum(dim=-1, dtype=torch.int32)
+        below = F.pad(torch.where(rows < least, rows, NEG_INF), (0, 1), value=NEG_INF).amax(dim=-1)
+    return n_equal, below.to(numbers.dtype)
 
 
 def sums_above(rows: Tensor, row_max: Tensor, options: LossOptions, unit: float) -> Callable[..., Tensor]:

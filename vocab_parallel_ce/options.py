@@ -256,9 +256,9 @@ def settings_of(**values: Any) -> Settings:
         values["outputs"] = checked_outputs(values["outputs"])
     if is_dynamo_compiling():
         return Settings(**{"head": DEFAULTS, **values})  # Dynamo of torch 2.11 cannot make the default
-    size = values.get("vocab_size")
+    size, teacher = values.get("vocab_size"), values.get("teacher") or ()
     try:
-        return _known_settings(*(size if isinstance(size, VocabShard) else ()), **values)
+        return _known_settings(*(size if isinstance(size, VocabShard) else ()), *teacher, **values)
     except TypeError:  # the checks name the value
         return Settings(**values)
 
@@ -279,7 +279,7 @@ def head_settings(options: HeadOptions | None, *, takes: Takes | None = None, **
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _known_settings(*shard: Any, **values: Any) -> Settings:  # by types within a shard too
+def _known_settings(*members: Any, **values: Any) -> Settings:  # by types within a shard and a teacher too
     return Known(**values)
 
 
@@ -288,8 +288,8 @@ def known(settings: Settings) -> object:
 
     Raises TypeError if a value has no hash.
     """
-    size = settings.vocab_size
-    return _known(*settings, *size) if isinstance(size, VocabShard) else _known(*settings)
+    size, teacher = settings.vocab_size, settings.teacher or ()
+    return _known(*settings, *(size if isinstance(size, VocabShard) else ()), *teacher)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

@@ -1,10 +1,12 @@
-"""The oldest torch and Triton that the package runs with, and the tests that ran with each pair."""
+"""The release, the oldest torch and Triton that it runs with, and the tests that ran with each pair."""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
 from typing import NamedTuple
+
+__version__ = "0.3.0"
 
 LOWEST_TORCH = "2.11"
 LOWEST_TRITON = "3.6"

@@ -25,7 +25,7 @@ from torch import Tensor, multiprocessing, nn
 from vocab_parallel_ce import Teacher, linear_objective
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from examples.rl_policy_gradient import sample  # noqa: E402
+from examples.rl_policy_gradient import sample
 
 VOCABULARY, LENGTH, TEXTS, OF_STUDENT, OF_TEACHER = 256, 12, 32, 48, 96
 

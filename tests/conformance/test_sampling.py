@@ -18,8 +18,10 @@ from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from tests.support.truth.budget import assert_within_budget
 from tests.support.truth.oracle import transformed
 from vocab_parallel_ce import sampling_threshold, token_log_probs, verify_calls
+from vocab_parallel_ce.api.sampling import N_BITS
 
 INF, NAN = float("inf"), float("nan")
+N_STEPS = -(-32 // N_BITS)  # of a search among fp32 logits
 OF_Z = ("temperature", "softcap", "logit_scale", "group", "vocab_size")  # what both functions take
 
 
@@ -199,10 +201,10 @@ def _losses(student, ignored, *, labels, top_k, top_p, temperature):
 
 @pytest.mark.quick(2)
 @pytest.mark.interpreted(2)
-@pytest.mark.parametrize("top_k", (9, None))
+@pytest.mark.parametrize(("top_k", "top_p"), ((9, 0.8), (9, 1.0), (None, 0.8)))
 @in_several_ranks
-def test_ranks(rank_pool, impl, top_k):
-    """The thresholds are of the whole vocabulary, and the same on all ranks: by a list, or 11 exchanges of 56 bytes.
+def test_ranks(rank_pool, impl, top_k, top_p):
+    """The thresholds are of the whole vocabulary, and the same on all ranks: by a list, or sums above numbers.
 
     Then 4 bytes: the largest logit that is dropped.
     """
@@ -210,10 +212,10 @@ def test_ranks(rank_pool, impl, top_k):
     n = rank_pool.world_size
     width = -(-64 // n)
     bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
-    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": 0.8, "temperature": 0.7, "reduction": "none"}
+    options = {"labels": logits.argmax(-1), "top_k": top_k, "top_p": top_p, "temperature": 0.7, "reduction": "none"}
     case = Case(Pair(logits, logits, _losses), impl, options, bounds, "shard", function=_sampled)
-    sent = [4 * 9, 4, 4, 12] if top_k else [4] + [8] + [56] * 11 + [4] + [12]
-    check(case, rank_pool.run(run, case), sent)
+    search = [4 * 9] + [4] * (top_p < 1) if top_k else [4] + [8] + [8 * (2**N_BITS - 1)] * N_STEPS
+    check(case, rank_pool.run(run, case), [*search, 4, 12])
 
 
 def _head_in_rank(rank, group, impl, given, sequence_parallel):
@@ -243,7 +245,7 @@ def test_heads_of_ranks(rank_pool, impl, sequence_parallel):
         log_probs, _ = outputs_of(hidden.to(dtype) @ leaf.t(), labels, Sampling(top_p=0.7))
         expected.append((log_probs, *torch.autograd.grad(log_probs.sum(), leaf)))
     results = rank_pool.run(_head_in_rank, impl, (hidden, weight, labels), sequence_parallel)
-    assert all(torch.equal(each, results[0][0]) and n_calls == 1 + 1 + 11 + 1 for each, _, n_calls in results)
+    assert all(torch.equal(each, results[0][0]) and n_calls == 1 + 1 + N_STEPS + 1 for each, _, n_calls in results)
     d_weight = torch.cat([grad for _, grad, _ in results])
     for triple in zip((results[0][0], d_weight), *expected, strict=True):
         assert_within_budget(*triple)

@@ -30,13 +30,15 @@ def test_maxima_of_tiles(kernel_device, dtype, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_KERNELS, ids=str)
 @pytest.mark.parametrize("columns", (1, 200, 4097))
-def test_how_many_are_equal(kernel_device, dtype, columns):
-    from vocab_parallel_ce.kernels.largest import count_equal
+def test_how_many_are_equal_and_the_largest_below(kernel_device, dtype, columns):
+    from vocab_parallel_ce.kernels.largest import equal_and_below
 
     for rows in (rows_of(columns, dtype, kernel_device), rows_of(7, dtype, kernel_device).t()):
         numbers = rows.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).amax(dim=-1)
         strided = numbers[:, None].expand(-1, 2).contiguous()[:, 0]
-        assert torch.equal(count_equal(rows, strided), (rows == numbers[:, None]).sum(dim=-1).int())
+        n_equal, below = equal_and_below(rows, strided)
+        assert torch.equal(n_equal, (rows == numbers[:, None]).sum(dim=-1).int())
+        assert torch.equal(below, torch.where(rows < numbers[:, None], rows, -INF).amax(dim=-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_KERNELS, ids=str)

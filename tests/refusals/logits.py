@@ -38,6 +38,7 @@ OUTPUTS: list[Row] = [
     ({"outputs": True}, TypeError, "outputs: expected a tuple of names"),
     ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, .* got 1"),
     ({"outputs": (1,)}, ValueError, "outputs: expected"),
+    ({"outputs": ("divergence",)}, ValueError, "outputs: expected no .divergence. without a teacher, got it; pass"),
 ]
 DIVISORS: list[Row] = [
     ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),

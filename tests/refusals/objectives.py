@@ -4,10 +4,11 @@ import functools
 
 import torch
 
-from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, a_call
+from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, WEIGHT, a_call
 from tests.refusals.logits import TEMPERATURES
-from tests.refusals.rows import Row, Table, tensor
+from tests.refusals.rows import Row, Table, number, tensor
 from tests.support.cases.flat import linear_objective
+from vocab_parallel_ce import Head, Teacher, TopKTeacher
 
 IDS = torch.stack([LABELS, LABELS], -1)
 PARAMETER = torch.tensor(2.0, requires_grad=True)
@@ -83,11 +84,82 @@ OTHERS: list[Row] = [
     ({"labels": IDS, "threshold": torch.tensor(0.0)}, ValueError, "labels: expected one per token with outputs or a"),
 ]
 
+OF_TEACHER = torch.randn(2, 3, 5), torch.randn(WEIGHT.shape[0], 5), torch.randn(WEIGHT.shape[0])
+TEACHER = Teacher(*OF_TEACHER)
+OBJECTIVES |= {
+    "distilled": lambda log_probs=None, *, divergence, advantage, **_: advantage * divergence,
+    "of a divergence alone": lambda divergence: divergence,
+    "of no divergence": lambda log_probs, advantage: log_probs,
+    "without a gradient": lambda log_probs=None, *, divergence, advantage: divergence.detach(),
+    "of both mixed": lambda log_probs=None, *, divergence, advantage: divergence - divergence.mean(),
+}
+NO_LABELS = {"labels": None}
+TEACHERS: list[Row] = [
+    ({"teacher": Head(*OF_TEACHER)}, TypeError, r"teacher: expected a Teacher, got Head; pass Teacher\(hidden, weight"),
+    ({"teacher": OF_TEACHER[0]}, TypeError, "teacher: expected a Teacher, got Tensor"),
+    ({"teacher": TopKTeacher(IDS, IDS * -1.0)}, TypeError, "teacher: expected a Teacher, got TopKTeacher"),
+    ({"teacher": tuple(TEACHER)}, TypeError, "teacher: expected a Teacher, got tuple"),
+    ({"labels": IDS}, ValueError, r"labels: expected one per token with a teacher, got given ids, \(2, 3, 2\)"),
+    *tensor("labels", LABELS, "int16 meta"),
+    ({"labels": LABELS.flatten()}, ValueError, "labels: "),
+    ({"outputs": ("entropy",), **NO_LABELS}, ValueError, "outputs: expected none but 'divergence' without labels, got"),
+    ({"outputs": ("rank",), **NO_LABELS}, ValueError, "outputs: "),
+    ({"outputs": ("divergence",), "teacher": None}, ValueError, "outputs: expected no 'divergence' without a teacher"),
+    ({"labels": None, "teacher": None}, TypeError, "labels: .*got NoneType"),
+    ({"tokens": {"divergence": FACTORS}}, ValueError, r"tokens\['divergence'\]: expected a name of its own"),
+    ({"tokens": {"divergence": FACTORS}, **NO_LABELS}, ValueError, r"tokens\['divergence'\]: expected a name of"),
+    ({"tokens": {"log_probs": FACTORS}, **NO_LABELS}, ValueError, r"tokens\['log_probs'\]: expected a name of its"),
+    *tensor("teacher.hidden", OF_TEACHER[0], "None list grad int64 float64 meta sparse"),
+    *tensor("teacher.weight", OF_TEACHER[1], "None list grad bfloat16 int8 meta sparse"),
+    *tensor("teacher.bias", OF_TEACHER[2], "number grad bfloat16 meta"),
+    ({"teacher.hidden": OF_TEACHER[0][:1]}, ValueError, r"teacher.hidden: shape .* that of hidden .*got \(1, 3, 5\)"),
+    ({"teacher.weight": OF_TEACHER[1][:, :4]}, ValueError, r"teacher.weight: expected shape .*\(21, 4\)"),
+    ({"teacher.weight": OF_TEACHER[1][:9], "teacher.bias": None}, ValueError, "teacher.weight: rows .*21, .*got 9"),
+    ({"teacher.bias": OF_TEACHER[2][:9]}, ValueError, r"teacher.bias: expected shape \(21,\), got \(9,\)"),
+    ({"teacher.divergence": "kl"}, ValueError, "teacher.divergence: expected one of 'forward', .*got 'kl'"),
+    ({"teacher.divergence": None}, ValueError, "teacher.divergence: expected one of"),
+    ({"teacher.beta": 0.3}, ValueError, "teacher.beta: expected divergence='js'"),
+    ({"teacher.beta": 1.0, "teacher.divergence": "js"}, ValueError, "teacher.beta: must be above 0 and below 1, got 1"),
+    ({"teacher.beta": 0, "teacher.divergence": "js"}, ValueError, "teacher.beta: must be above 0 and below 1, got 0"),
+    ({"teacher.beta": "1", "teacher.divergence": "js"}, TypeError, "teacher.beta: expected a number, got str"),
+    *number("teacher.temperature"),
+    *number("teacher.logit_scale"),
+    *number("teacher.softcap"),
+    ({"teacher.temperature": 1e-30, "temperature": 1e30}, ValueError, "teacher.temperature / temperature: must be"),
+    (
+        {"teacher.temperature": 1e30, "temperature": 1e-30},
+        ValueError,
+        "(temperature / teacher|teacher).temperature.*: ",
+    ),
+    *number("softcap"),
+    *number("logit_scale"),
+    *number("temperature"),
+    (
+        {"objective": "of no divergence"},
+        TypeError,
+        r"objective: must take \(log_probs, divergence=..., advantage=...\)",
+    ),
+    ({"objective": "right", **NO_LABELS}, TypeError, r"objective: must take \(divergence=..., advantage=...\)"),
+    ({"objective": "of a divergence alone", **NO_LABELS}, TypeError, "objective: must take .*'advantage'"),
+    ({"objective": "without a gradient"}, ValueError, "objective: .*do not detach"),
+    ({"objective": "without a gradient", **NO_LABELS}, ValueError, "objective: .*do not detach"),
+    ({"objective": "of both mixed"}, ValueError, "objective: .*mixes tokens"),
+    ({"objective": "of both mixed", **NO_LABELS}, ValueError, "objective: .*mixes tokens"),
+    ({"num_items": -1, **NO_LABELS}, ValueError, "num_items: must be "),
+    (TRAINED_HALF, ValueError, "objective: .*got fp16"),
+]
+
 TABLES = [
     Table(
         "linear_objective",
         call,
         lambda: a_call() | {"objective": "right", "advantage": FACTORS},
         [*OF_BOTH, *TEMPERATURES, *RETURNED, *TOKENS, *OTHERS],
-    )
+    ),
+    Table(
+        "linear_objective with a teacher",
+        call,
+        lambda: a_call() | {"objective": "distilled", "advantage": FACTORS, "teacher": TEACHER},
+        TEACHERS,
+    ),
 ]

@@ -36,6 +36,7 @@ INTERPRETED = "-m interpreter"
 NUMBERS = "tests/test_random_calls.py tests/test_edges.py tests/kernels tests/conformance/test_same_bits.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/test_random_calls.py tests/soft"
+OF_TEACHERS = "tests/soft/test_teacher.py"
 OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
 OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
@@ -53,6 +54,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/algebra": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergence_rows": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/teacher_rows": f"{INTERPRETED} {OF_TEACHERS} {OF_PAIRS}",
     "kernels/launch": "tests/kernels tests/test_random_calls.py",
     "kernels/largest": "tests/kernels/test_largest.py",
     "kernels/given_ids": f"{INTERPRETED} {OF_GIVEN_IDS}",
@@ -65,7 +67,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
-    "head/objective": "-m 'reference or gloo' tests/linear/test_objective.py",
+    "head/objective": f"-m 'reference or gloo' tests/linear/test_objective.py {OF_TEACHERS}",
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/nemo": "tests/integrations/test_drop_ins.py tests/integrations/test_nemo.py",
@@ -84,6 +86,8 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_fitting.py",
     "selection": "tests/core/test_selection.py",
     "api/next_labels": "tests/logits/test_next_labels.py tests/ranks/test_next_labels.py",
+    "api/distillation": f"-m reference {OF_PAIRS}",
+    "api/objective": f"-m reference {OF_TEACHERS}",
     "api/given_ids": "-m reference tests/soft/test_topk.py",
     "api/top_k_teacher": "-m reference tests/soft/test_topk.py tests/soft",
     "api/sampling": "-m 'reference or gloo' tests/core/test_largest.py tests/conformance/test_sampling.py",

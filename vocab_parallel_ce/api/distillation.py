@@ -26,7 +26,7 @@ from vocab_parallel_ce.api.top_k_teacher import (
 )
 from vocab_parallel_ce.head.arguments import Arguments, check_gradient
 from vocab_parallel_ce.head.objective import Objective
-from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, TeacherLogits
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, TeacherLogits, check_divergence
 from vocab_parallel_ce.options import (
     DivergenceSettings,
     HeadOptions,
@@ -116,9 +116,10 @@ def distillation_loss(
         return loss_of_logits(student_logits, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Tensor):
         raise TypeError(_no_teacher(teacher))
-    hard_weight, targets = checked_hard_weight(settings, labels), TeacherLogits(teacher, labels)
-    if not hard_weight:
+    targets = TeacherLogits(teacher, labels)
+    if not settings.hard_weight:
         return run_logits(DIVERGENCE, student_logits, targets, settings, group=group, num_items=num_items).loss
+    hard_weight = checked_hard_weight(settings, labels)
     checks.check_choice("gradient, with hard_weight", gradient, ("auto", "in_backward", "out_of_place"))
     checks.check_tensor("student_logits", student_logits)
     tokens = Tokens(student_logits, "student_logits", student_logits.shape[:-1])
@@ -130,6 +131,7 @@ def distillation_loss(
 def _with_labels(settings: Settings) -> Settings:
     """Return the settings of unreduced log-probabilities at temperature 1 with a divergence alongside."""
     teacher = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
+    check_divergence(teacher)  # here they are the caller's keywords
     return settings._replace(
         teacher=teacher, temperature=1.0, outputs=("divergence",), negated=True, reduction="none", hard_weight=0.0
     )
@@ -208,10 +210,11 @@ def linear_distillation_loss(
         return loss_of_head(student, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
-    hard_weight, targets = checked_hard_weight(settings, labels), TeacherHead(*teacher, labels)
+    targets = TeacherHead(*teacher, labels)
     arguments = Arguments(student, targets, group, num_items)
-    if not hard_weight:
+    if not settings.hard_weight:
         return run_head(DIVERGENCE, arguments, settings).loss
+    hard_weight = checked_hard_weight(settings, labels)
     check_gradient(settings, knows_grad_output=False)
     checks.check_hidden(student.hidden)
     hidden = student.hidden

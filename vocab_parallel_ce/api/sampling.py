@@ -5,9 +5,9 @@
             the smallest one whose logits above it have less
 
 Of ``top_k`` up to 1024, all ranks gather their largest logits, and the threshold is read off the list. Otherwise it is
-searched among the logits' bit patterns, which are ordered as the numbers are: a step takes 7 of them per row, adds the
-counts or sums above them of all ranks, and leaves an 8th of the range. Kernels read the logits once a step; plain
-PyTorch sorts them first.
+searched among the logits' bit patterns, which are ordered as the numbers are: a step takes ``2**N_BITS - 1`` of them
+per row, adds the counts or sums above them of all ranks, and leaves one of ``2**N_BITS`` parts of the range. Kernels
+read the logits once a step; plain PyTorch sorts them first.
 
 The threshold is then moved to the middle between this last kept logit and the first dropped one, the largest below it
 of all ranks: the fp32 values of 16-bit logits are on the same side.
@@ -28,7 +28,7 @@ from vocab_parallel_ce import checks, spec, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.top_k import Gather, sharded_rows
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.largest import count_equal, has_kernels, largest_below, largest_values, n_compared, sums_above
+from vocab_parallel_ce.largest import equal_and_below, has_kernels, largest_values, n_compared, sums_above
 from vocab_parallel_ce.layout import INTEGERS, compute_dtype
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -63,11 +63,11 @@ def sampling_threshold(
     (Holtzman et al., arXiv:1904.09751), to a share of ``V * 2**-40``. Equal logits stay in or go together. It has no
     gradient. Overwrites nothing.
 
-    Collectives: none if all logits stay. With ``top_k`` up to 1024, per 2**25 compared logits of a rank (about 64 of
-    each of ``top_k`` and row), one all_gather of 4 bytes (fp64: 8) per logit of ``top_k`` and row, and one of 4 bytes
-    with ``top_p``. Otherwise, per 2**25 logits of a rank, on a GPU per 2**25 rows, one of 4 bytes per row, and 6 of 56
-    bytes for ``top_k``, 6 and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. In both cases one more
-    of 4 bytes (fp64: 8) per row. ``torch.compile`` breaks its graph.
+    Collectives: none if all logits stay. With ``top_k`` up to 1024, per 2**25 logits of a rank (on a GPU: compared,
+    about 64 of each of ``top_k`` and row), one all_gather of 4 bytes (fp64: 8) per logit of ``top_k`` and row, and one
+    of 4 bytes with ``top_p``. Otherwise, per 2**25 logits of a rank, on a GPU per 2**25 rows, one of 4 bytes per row,
+    and 6 of 56 bytes for ``top_k``, 6 and one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. In both
+    cases one more of 4 bytes (fp64: 8) per row. ``torch.compile`` breaks its graph.
 
     Args:
         logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
@@ -119,10 +119,8 @@ def sampling_threshold(
     if k is None and share == 1:
         return logits.new_full(logits.shape[:-1], NEG_INF, dtype=compute_dtype(logits.dtype))
     width = -(-shard.vocab_size // group_position(group)[1])
-    if k is not None and k <= MOST_LISTED:
-        width = n_compared(width, k)
-    elif has_kernels(rows):
-        width = 1  # nothing is sorted
+    if has_kernels(rows):  # which copy no logits
+        width = 1 if k is None or k > MOST_LISTED else n_compared(width, k)
     step, thresholds = max(MOST_ELEMENTS // width, 1), []
     for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True):
         temperatures = None if row_temperature is None else row_temperature[start : start + len(part)]
@@ -133,8 +131,7 @@ def sampling_threshold(
 @torch.no_grad()
 def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather) -> Tensor:
     find = _least_of_few if top_k is not None and top_k <= MOST_LISTED else _least_of_many
-    least, row_max = find(rows, options, top_k, top_p, gather)
-    dropped = gather(largest_below(rows, least)).amax(dim=0)
+    least, dropped, row_max = find(rows, options, top_k, top_p, gather)
     middle = dropped / 2 + least / 2  # their sum may overflow
     # Of adjacent numbers, the middle may be the lower one.
     threshold = torch.where((dropped < middle) & (middle <= least), middle, least) + 0.0  # no -0
@@ -143,8 +140,8 @@ def _threshold(rows: Tensor, options: LossOptions, top_k: int | None, top_p: flo
 
 def _least_of_many(
     rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather
-) -> tuple[Tensor, Tensor]:
-    """Return the smallest logit that stays, and the largest, of all ranks, by their bits."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the smallest logit that stays, the largest that goes, and the largest, of all ranks, by their bits."""
     columns = _Columns(rows, options, gather)
     least = torch.full_like(columns.largest, columns.lowest)
     if top_k is not None:
@@ -152,12 +149,13 @@ def _least_of_many(
     if top_p < 1:
         kept_mass = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
         least = columns.first_below(least, counts=False, bound=kept_mass.double() * top_p)
-    return columns.value_of(least).to(compute_dtype(rows.dtype)), columns.row_max
+    last = columns.value_of(least).to(compute_dtype(rows.dtype))
+    return last, gather(equal_and_below(rows, last)[1]).amax(dim=0), columns.row_max
 
 
 def _least_of_few(
     rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, gather: Gather
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same by the list of the ``top_k`` largest logits of all ranks."""
     assert top_k is not None
     missing = max(top_k - rows.shape[-1], 0)
@@ -165,15 +163,18 @@ def _least_of_few(
     listed = gather(F.pad(listed, (0, missing), value=NEG_INF)).transpose(0, 1).flatten(1)
     x = listed.sort(dim=-1, descending=True).values[:, :top_k]
     least = x[:, -1:]
+    n_equal, below = equal_and_below(rows, least.squeeze(-1))
+    dropped = gather(below).amax(dim=0)
     if top_p < 1:
-        n_equal = gather(count_equal(rows, least.squeeze(-1))).sum(dim=0)  # some may not be listed
+        n_equal = gather(n_equal).sum(dim=0)  # some may not be listed
         z = spec.transformed(x, options)[0]
         exps = ((z - z[:, :1]).exp() * UNIT).long()
         kept = torch.where(x > least, exps, 0).sum(dim=-1) + n_equal * exps[:, -1]
         before = exps.cumsum(dim=-1) - exps
         last = (before < (kept.double() * top_p).unsqueeze(-1)).sum(dim=-1, keepdim=True) - 1
         least = x.gather(-1, last.clamp(min=0))
-    return least.squeeze(-1), x[:, 0]
+        dropped = torch.where(x < least, x, dropped.unsqueeze(-1)).amax(dim=-1)
+    return least.squeeze(-1), dropped, x[:, 0]
 
 
 class _Columns:

@@ -25,9 +25,9 @@ from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.divergences import divergence_options, log_ratios
+from vocab_parallel_ce.losses.divergences import check_divergence, log_ratios
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids
-from vocab_parallel_ce.options import REDUCTIONS, Settings
+from vocab_parallel_ce.options import REDUCTIONS, Settings, TeacherOptions
 from vocab_parallel_ce.plan import checked_divisor, comparable
 from vocab_parallel_ce.spec import INF, NAN, NEG_INF, is_ignored
 from vocab_parallel_ce.targets import Head, Role, Tokens, check, register
@@ -166,7 +166,8 @@ def row_losses(values: Tensor, log_q: Tensor, rest: str, settings: Settings) -> 
     if values.shape[-1] == k:
         return losses
     label_log_prob = values[..., k]
-    losses = with_hard_weight(losses, label_log_prob, settings.hard_weight)
+    # NaN stays: the teacher is no distribution.
+    losses = torch.where(losses.isnan(), losses, with_hard_weight(losses, label_log_prob, settings.hard_weight))
     return torch.where(label_log_prob.isnan(), NAN, losses)  # a label outside the vocabulary
 
 
@@ -259,7 +260,8 @@ def _check_settings(teacher: TopKTeacher, settings: Settings) -> None:
             f"teacher.temperature: expected {of_loss:g}, the loss's temperature, got {temperature:g}; pass log_softmax "
             f"of the teacher's logits / {of_loss:g}, and TopKTeacher(..., temperature={of_loss:g})"
         )
-    divergence_options(settings, None)
+    check_divergence(TeacherOptions(settings.divergence, settings.beta, settings.temperature))
+    checks.check_integer("ignore_index", settings.ignore_index)
     checks.check_flag_or_auto("check_labels", settings.check_labels)
     if checks.is_traced() and settings.check_labels is True:
         raise ValueError(

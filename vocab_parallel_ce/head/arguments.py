@@ -143,7 +143,7 @@ def compare(
     options = comparable(settings, arguments.num_items)
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": dtype}
     if arguments.objective is not None:
-        function, tokens, reduction, num_items, is_checked = arguments.objective
+        function, tokens, reduction, num_items, is_checked, _ = arguments.objective
         options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
         options["check_objective"] = is_checked
         options["objective"] = getattr(function, "__qualname__", type(function).__name__)

@@ -27,6 +27,7 @@ from vocab_parallel_ce.kernels.lanes import (
     LaneStats,
     exp_squared,
     exp_times_shifted,
+    lane_fields,
     load_lanes,
     load_logits,
     merge_lanes,
@@ -34,6 +35,7 @@ from vocab_parallel_ce.kernels.lanes import (
     store_lanes,
     tile,
 )
+from vocab_parallel_ce.kernels.launch import option_arguments
 from vocab_parallel_ce.kernels.walk import column_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats
@@ -276,6 +278,5 @@ ALGEBRA = Algebra(
 
 
 def label_loss(shard: VocabShard, options: LossOptions) -> KernelLoss:
-    smoothed = bool(options.smoothing) or options.mean_logit
-    fields = 2 + 2 * smoothed + options.entropy + options.sum_sq_probs + options.predictions
-    return KernelLoss(ALGEBRA, shard, options, is_pair=False, n_lane_fields=fields)
+    fields = lane_fields.fn(option_arguments(options))  # as kernels store them
+    return KernelLoss(ALGEBRA, shard, options, is_pair=False, n_lane_fields=sum(fields))

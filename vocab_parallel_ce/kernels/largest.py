@@ -1,7 +1,7 @@
 """What finds the largest logits of a row: the maxima of its tiles, and which logits are equal to or above numbers.
 
 Tiles: a program takes 64 tiles of 64 columns. Otherwise a program takes a row. Regime: bound by memory, one read of the
-shard each, and sums above seven numbers by additions of int64; 1 K to 256 K columns.
+shard each, and sums above several numbers by additions of int64; 1 K to 256 K columns.
 """
 
 import torch
@@ -39,24 +39,28 @@ def tile_maxima_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def count_equal_kernel(
+def equal_and_below_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     numbers,  # [N] logits' dtype
     counts,  # [N] int32, out
+    below,  # [N] logits' dtype, out
     row_stride,  # of logits
     n_columns,
     n_rows,
     COLUMNS: tl.constexpr,
 ):
-    """Example: ``[1, 3, 1]`` and 1: 2."""
+    """Example: ``[1, 3, 1, 0]`` and 1: 2 are equal, and 0 is the largest below."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.load(numbers + row).to(tl.float32)
     count = tl.zeros([COLUMNS], tl.int32)
+    largest = tl.full([COLUMNS], float("-inf"), tl.float32)
     for first in range(0, n_columns, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("nan"))
-        count += (x.to(tl.float32) == number).to(tl.int32)
+        x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("nan")).to(tl.float32)
+        count += (x == number).to(tl.int32)
+        largest = tl.where(x < number, tl.maximum(x, largest), largest)
     tl.store(counts + row, tl.sum(count))
+    tl.store(below + row, tl.max(largest).to(below.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -86,13 +90,13 @@ def sums_above_kernel(
     least = tl.load(numbers + row * n_numbers + place, place < n_numbers, other=float("inf")).to(tl.float32)
     total = tl.zeros([NUMBERS, COLUMNS], tl.int64)
     for first in range(0, n_columns, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
+        columns = first + tl.arange(0, COLUMNS)[None, :]
         x = tl.load(logits + row * row_stride + columns, columns < n_columns, other=float("-inf"))
-        part = tl.full([COLUMNS], 1, tl.int64)
+        part = tl.full([1, COLUMNS], 1, tl.int64)
         if not COUNTS:
             z = ops.transform(x, loss_options, t)[0]
             part = (ops.exp_shifted(z, z_max) * unit).to(tl.int64)
-        total += tl.where(x.to(tl.float32)[None, :] > least[:, None], part[None, :], 0)
+        total += tl.where(x.to(tl.float32) > least[:, None], part, 0)
     tl.store(sums + row * n_numbers + place, tl.sum(total, axis=1), place < n_numbers)
 
 
@@ -106,12 +110,12 @@ def tile_maxima(rows: Tensor, tile: int) -> Tensor:
     return maxima
 
 
-def count_equal(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return ``[N]`` int32, how many of ``rows [N, C]`` are equal to ``numbers [N]``."""
-    rows = walkable(rows)
-    counts = rows.new_empty(rows.shape[0], dtype=torch.int32)
-    _count_equal(rows.stride(0), rows.shape[1])(rows.shape[0], (rows, numbers.contiguous(), counts), (rows.shape[0],))
-    return counts
+def equal_and_below(rows: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[N]`` int32, how many of ``rows [N, C]`` are equal to ``numbers [N]``, and the largest below them."""
+    rows, numbers = walkable(rows), numbers.contiguous()
+    outputs = torch.empty_like(numbers, dtype=torch.int32), torch.empty_like(numbers)
+    _equal_and_below(rows.stride(0), rows.shape[1])(rows.shape[0], (rows, numbers, *outputs), (rows.shape[0],))
+    return outputs
 
 
 def sums_above(
@@ -136,8 +140,8 @@ def _tile_maxima(row_stride: int, n_columns: int, tile: int) -> Launch:
 
 
 @cache_launches
-def _count_equal(row_stride: int, n_columns: int) -> Launch:
-    return Launch(count_equal_kernel, (row_stride, n_columns), {"COLUMNS": COLUMNS}, num_warps=8)
+def _equal_and_below(row_stride: int, n_columns: int) -> Launch:
+    return Launch(equal_and_below_kernel, (row_stride, n_columns), {"COLUMNS": COLUMNS}, num_warps=8)
 
 
 @cache_launches

@@ -302,31 +302,41 @@ class DivergenceLoss(Loss):
 DIVERGENCE = DivergenceLoss()
 
 
+def check_divergence(teacher: TeacherOptions, of: str = "") -> None:
+    """Raise unless there is such a divergence; ``of`` stands before the names of its options."""
+    checks.check_choice(f"{of}divergence", teacher.divergence, DIVERGENCES)
+    checks.check_number(f"{of}beta", teacher.beta)
+    if not 0 < teacher.beta < 1:
+        raise ValueError(
+            f"{of}beta: must be above 0 and below 1, got {teacher.beta}; its limits are 'forward' and 'reverse'"
+        )
+    if teacher.divergence != "js" and teacher.beta != 0.5:
+        raise ValueError(f"{of}beta: expected divergence='js' with it, got {teacher.divergence!r}")
+    checks.check_number(f"{of}temperature", teacher.temperature, positive=True)
+    checks.check_number(f"1 / {of}temperature", 1 / teacher.temperature, positive=True)
+
+
 def divergence_options(settings: Settings, vocab_size: int | None) -> DivergenceOptions:
     """Check what the mathematics takes."""
     alone = TeacherOptions(settings.divergence, settings.beta, settings.temperature)
     teacher = alone if settings.teacher is None else settings.teacher
-    checks.check_choice("divergence", teacher.divergence, DIVERGENCES)
-    checks.check_number("beta", teacher.beta)
-    if not 0 < teacher.beta < 1:
-        raise ValueError(
-            f"beta: must be above 0 and below 1, got {teacher.beta}; its limits are 'forward' and 'reverse'"
-        )
-    if teacher.divergence != "js" and teacher.beta != 0.5:
-        raise ValueError(f"beta: expected divergence='js' with it, got {teacher.divergence!r}")
-    checks.check_number("temperature", teacher.temperature, positive=True)
-    checks.check_number("1 / temperature", 1 / teacher.temperature, positive=True)
+    check_divergence(teacher, "" if settings.teacher is None else "teacher.")
+    checks.check_number("hard_weight", settings.hard_weight, at_most=1)
     labels = loss_options(settings, vocab_size)
     of_teacher = Settings(softcap=teacher.softcap, logit_scale=teacher.logit_scale)
     if settings.teacher is None:  # no option but these changes the student's z
         labels = PLAIN._replace(ignore_index=labels.ignore_index)
-    labels_temperature = 1.0 if settings.teacher is None else settings.temperature
+    student_temperature = float(teacher.temperature)
+    if settings.teacher is not None:  # that of the labels has divided the student's z
+        student_temperature /= float(settings.temperature)
+        checks.check_number("teacher.temperature / temperature", student_temperature, positive=True)
+        checks.check_number("temperature / teacher.temperature", 1 / student_temperature, positive=True)
     with checks.naming(softcap="teacher.softcap", logit_scale="teacher.logit_scale"):
         return DivergenceOptions(
             teacher.divergence,
             float(teacher.beta),
             float(teacher.temperature),
-            float(teacher.temperature / labels_temperature),
+            student_temperature,
             labels,
             loss_options(of_teacher, None)._replace(ignore_index=labels.ignore_index),
             settings.teacher is None or not settings.negated,

@@ -21,6 +21,7 @@ from tests.support.kernels.variant import (
     launch_of,
     shard_and_block,
 )
+from vocab_parallel_ce.api.sampling import N_BITS
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, UNIT_PARTS_AT_ONCE, gradient_shape
 from vocab_parallel_ce.kernels.rows import NOT_STORED
 from vocab_parallel_ce.layout import RowLayout
@@ -227,9 +228,9 @@ def scaled(dtype: str, edges: bool) -> Variant:
 def of_largest(dtype: str) -> Iterator[Variant]:
     x, row = DTYPES[dtype], (N_COLUMNS, N_COLUMNS)
     yield Variant(f"tile_maxima-{dtype}", launch_of("largest", "_tile_maxima", *row, 64), (x, x))
-    yield Variant(f"count_equal-{dtype}", launch_of("largest", "_count_equal", *row), (x, x, torch.int32))
+    yield Variant(f"equal_and_below-{dtype}", launch_of("largest", "_equal_and_below", *row), (x, x, torch.int32, x))
     for counts, option in ((False, "plain"), (True, "plain"), (False, "softcap")):
-        launch = launch_of("largest", "_sums_above", *row, 7, 2.0**40, OPTIONS[option], counts)
+        launch = launch_of("largest", "_sums_above", *row, 2**N_BITS - 1, 2.0**40, OPTIONS[option], counts)
         yield Variant(f"sums_above-{dtype}-{option}{'-counts' * counts}", launch, (x, x, x, torch.float32, torch.int64))
 
 

@@ -88,6 +88,7 @@ def beside_head(call: Call, labels: Tensor, is_exact: bool) -> Beside:
 def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:
     draw = call.draw
     settings = teacher_options(call, labels)
+    call.take("in_linear_objective")
     dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
     exact = dtype != torch.float32 or is_exact
     other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))

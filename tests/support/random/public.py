@@ -110,7 +110,24 @@ def _linear_token_log_probs(given: Given) -> Returned:
 def _linear_distillation_loss(given: Given) -> Returned:
     student = vp.Head(*_taken(given, "hidden", "weight", "bias"))
     teacher = vp.Head(*(given.pop(f"teacher_{name}", None) for name in vp.Head._fields))
+    if given.pop("in_linear_objective", False):
+        return _objective_of_teacher(given, student, teacher)
     return _loss(flat.linear_distillation_loss(student, teacher, **given))
+
+
+def _objective_of_teacher(given: Given, student: vp.Head, head: vp.Head) -> Returned:
+    """The same loss as an objective of the divergence and, with a hard weight, the log-probabilities."""
+    hard_weight, options = given.pop("hard_weight", 0.0), ("temperature", "divergence", "beta")
+    teacher = vp.Teacher(*head, **{name: given.pop(name) for name in options if name in given})
+
+    def objective(log_probs: Tensor | None = None, *, divergence: Tensor) -> Tensor:
+        values = (1 - hard_weight) * divergence
+        return values if log_probs is None else values - hard_weight * log_probs
+
+    labels = given.pop("labels", None)
+    loss, found = flat.linear_objective(*student[:2], labels, objective, bias=student.bias, teacher=teacher, **given)
+    assert found.divergence is not None and not found.divergence.requires_grad
+    return {"loss": loss}
 
 
 def _of_te(given: Given) -> list[Any]:

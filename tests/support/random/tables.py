@@ -131,7 +131,7 @@ FACTORS: dict[str, Case] = {
     },
     "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS, "in_objective": (False, True)},
     "distillation_loss": {**LOGITS, **OF_TEACHER, **OF_OTHER, **DIVERGENCE, "gradient": MODES},
-    "linear_distillation_loss": {**OF_HEAD, **OF_TEACHER, **DIVERGENCE},
+    "linear_distillation_loss": {**OF_HEAD, **OF_TEACHER, **DIVERGENCE, "in_linear_objective": (False, True)},
     "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
     "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
 }
@@ -187,6 +187,7 @@ def allowed(case: Case) -> bool:
         or (both(labels=False) and both(int32=True))
         or (both(trains="hidden", main_grad=True))
         or (both(in_objective=True, dtype=torch.float16))  # refused
+        or (both(in_linear_objective=True) and (both(dtype=torch.float16) or both(reduction="none")))
         or (both(autocast=True) and any_of("dtype", torch.bfloat16, torch.float16))
     )
 
