@@ -85,7 +85,7 @@ def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
 
 def _fill_divisor(plan: Plan, divisor: Tensor, stats: Tensor, *targets: Tensor | None) -> None:
     if plan.mean_over == "weights":
-        index = plan.options.statistics.index("target_weight")
+        index = plan.options.statistics.index("label_weight")
         # One rank has the label. To index with ... takes microseconds longer.
         torch.sum(stats.select(2, index).sum(dim=0), dim=0, keepdim=True, out=divisor)
     elif (ignored := plan.loss.ignored(plan.loss.Targets(*targets), plan.options)) is None:
