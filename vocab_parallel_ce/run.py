@@ -85,7 +85,7 @@ def divisor_of(plan: Plan, targets: Any, stats: Stats) -> Tensor:
 
 def _fill_divisor(plan: Plan, divisor: Tensor, stats: Tensor, *targets: Tensor | None) -> None:
     if plan.mean_over == "weights":
-        index = plan.options.statistics.index("target_weight")
+        index = plan.options.statistics.index("label_weight")
         # One rank has the label. To index with ... takes microseconds longer.
         torch.sum(stats.select(2, index).sum(dim=0), dim=0, keepdim=True, out=divisor)
     elif (ignored := plan.loss.ignored(plan.loss.Targets(*targets), plan.options)) is None:
@@ -184,7 +184,7 @@ def _gradient(plan: Plan, *tensors: Any) -> tuple[Any, ...]:
     return ()
 
 
-def launched(
+def run_by_form(
     plan: Plan, function: Callable[..., tuple[Any, ...]], tensors: tuple[Any, ...], *others: Any
 ) -> tuple[Any, ...]:
     """Return ``function(plan, *others, *tensors)``, where the kind of call does not say in which form the tensors are.
@@ -215,7 +215,7 @@ def forward_in_place(call: Call, logits: Tensor, targets: Any) -> tuple[tuple[An
     plan, grad = call.plan, overwritable(logits)
     if takes_one_pass(plan, grad.numel() // grad.shape[-1]):
         filled = new_outputs(plan, grad.shape[:-1], grad)
-        launched(plan, one_pass, (grad, call.divisor, *targets, *filled))
+        run_by_form(plan, one_pass, (grad, call.divisor, *targets, *filled))
         total = filled.loss if plan.reduction == "none" else filled.loss.sum()
         outputs = total, *filled[1 : plan.n_outputs]
     else:
@@ -244,7 +244,7 @@ def fill_gradient(
     """
     new = None if grad_logits is logits else grad_logits
     # A hook, as of a checkpoint, may have returned what was saved in another form.
-    launched(plan, _gradient, (logits, *found, *targets, *grads, new))
+    run_by_form(plan, _gradient, (logits, *found, *targets, *grads, new))
 
 
 def raise_version(overwritten: Tensor) -> None:
@@ -366,10 +366,11 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         source, grad = source_and_new(kept)
     if plan.gradient == "in_forward":
         assert grads.loss is not None
-        launched(plan, element_mul, (grad, per_row(grads.loss, grad)))
+        run_by_form(plan, element_mul, (grad, per_row(grads.loss, grad)))
     else:
         new = None if source is grad else grad
         of_outputs = grads if grads.loss is not None else with_loss(grads, grad)
+        # As run_by_form does, without its frame.
         plan.run(None, _gradient, (source, *saved[1:], *of_outputs, new), plan)
     if ctx.handed_on:
         increment_version(grad)  # autograd refuses kept; of a view in the graph, kept itself would rebuild the node

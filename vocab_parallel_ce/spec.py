@@ -67,12 +67,12 @@ class RowStats(NamedTuple):
 
     row_max: Tensor  # largest z
     others_sum: Tensor  # sum of exp(z - row_max) over the columns that are not the label's
-    target_logit: Tensor  # the label's z, -inf if the label's column is not in the set
+    label_logit: Tensor  # the label's z, -inf if the label's column is not in the set
     shifted_sum: Tensor  # sum of z - row_max, of w_i * (z_i - row_max) with class weights
     n_columns: Tensor  # the sum of w_i with class weights
     exp_shifted_sum: Tensor  # sum of exp(z - row_max) * (z - row_max)
     argmax: Tensor  # global id of the first column with row_max, inf if row_max is not finite
-    target_weight: Tensor  # w_y, 0 if the label's column is not in the set
+    label_weight: Tensor  # w_y, 0 if the label's column is not in the set
     sum_exp_sq: Tensor  # sum of exp(2 * (z - row_max))
 
 
@@ -105,10 +105,10 @@ class LossOptions(NamedTuple):
         smoothed = ("shifted_sum", "n_columns") if self.smoothing or self.mean_logit else ()
         entropy = ("exp_shifted_sum",) if self.entropy else ()
         predictions = ("argmax",) if self.predictions else ()
-        weighted = ("target_weight",) if self.class_weight else ()
+        weighted = ("label_weight",) if self.class_weight else ()
         sum_sq_probs = ("sum_exp_sq",) if self.sum_sq_probs else ()
         names = (*smoothed, *entropy, *predictions, *weighted, *sum_sq_probs)
-        return ("row_max", "others_sum", "target_logit", *names)
+        return ("row_max", "others_sum", "label_logit", *names)
 
 
 PLAIN = LossOptions()
@@ -163,11 +163,11 @@ def local_stats(
     label_z = z.gather(-1, at_label)
     shift = _finite_or_zero(row_max).unsqueeze(-1)
     shifted, label_shifted = z - shift, label_z - shift
-    shifted_sum = exp_shifted_sum = sum_exp_sq = target_weight = torch.zeros_like(row_max)
+    shifted_sum = exp_shifted_sum = sum_exp_sq = label_weight = torch.zeros_like(row_max)
     argmax, total = torch.full_like(row_max, INF), torch.full_like(row_max, n_columns)
     if class_weight is not None:
         class_weight = class_weight.to(z.dtype)
-        target_weight = label_weights(class_weight, labels, start, vocab_size, options)
+        label_weight = label_weights(class_weight, labels, start, vocab_size, options)
         total = class_weight.sum().expand_as(row_max)
     if "shifted_sum" in wanted:
         shifted_sum = (shifted if class_weight is None else _weighted(shifted, class_weight)).sum(dim=-1)
@@ -183,9 +183,9 @@ def local_stats(
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
         argmax = torch.where(is_largest, ids, INF).amin(dim=-1)
-    others_sum, target_logit = exp_shifted.sum(dim=-1), torch.where(owned, label_z, NEG_INF).squeeze(-1)
-    others = (shifted_sum, total, exp_shifted_sum, argmax, target_weight, sum_exp_sq)
-    return RowStats(row_max, others_sum, target_logit, *others)
+    others_sum, label_logit = exp_shifted.sum(dim=-1), torch.where(owned, label_z, NEG_INF).squeeze(-1)
+    others = (shifted_sum, total, exp_shifted_sum, argmax, label_weight, sum_exp_sq)
+    return RowStats(row_max, others_sum, label_logit, *others)
 
 
 def merge(a: RowStats, b: RowStats) -> RowStats:
@@ -197,13 +197,13 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
     return RowStats(
         row_max,
         a.others_sum * a_scale + b.others_sum * b_scale,
-        torch.maximum(a.target_logit, b.target_logit),
+        torch.maximum(a.label_logit, b.label_logit),
         (a.shifted_sum + a.n_columns * a_shift) + (b.shifted_sum + b.n_columns * b_shift),
         a.n_columns + b.n_columns,
         (a.exp_shifted_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
         + (b.exp_shifted_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
         torch.minimum(*(torch.where(stats.row_max == row_max, stats.argmax, INF) for stats in (a, b))),
-        a.target_weight + b.target_weight,
+        a.label_weight + b.label_weight,
         a.sum_exp_sq * a_scale**2 + b.sum_exp_sq * b_scale**2,
     )
 
@@ -223,15 +223,15 @@ def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions 
     e = options.smoothing
     log_sum = log_sum_exp(stats)
     # lse - z with the two large numbers subtracted first, so that rows far from 0 lose no digits.
-    value = log_sum + (stats.row_max - stats.target_logit)
+    value = log_sum + (stats.row_max - stats.label_logit)
     if options.class_weight:
-        value = _weighted(value, stats.target_weight)
+        value = _weighted(value, stats.label_weight)
     if e and options.class_weight:
         value = (1 - e) * value + e / vocab_size * (stats.n_columns * log_sum - stats.shifted_sum)
     elif e:
         value = (1 - e) * value + e * (log_sum - stats.shifted_sum / vocab_size)
     if options.z_loss and options.class_weight:
-        value = value + stats.target_weight * (options.z_loss * (stats.row_max + log_sum) ** 2)
+        value = value + stats.label_weight * (options.z_loss * (stats.row_max + log_sum) ** 2)
     elif options.z_loss:
         value = value + options.z_loss * (stats.row_max + log_sum) ** 2
     value = _at_the_edges(value, labels, vocab_size, options)
@@ -291,7 +291,7 @@ def gradient(
             at_label = (1 - e) * at_label + e * p
         grad = torch.where(is_label, at_label, p) - e / vocab_size
     else:
-        weight = stats.target_weight.unsqueeze(-1)
+        weight = stats.label_weight.unsqueeze(-1)
         grad = (1 - e) * weight * torch.where(is_label, at_label, p)
         if e:
             assert class_weight is not None
@@ -364,7 +364,7 @@ def _gradient_at_the_edges(
 
 def _label_exp(stats: RowStats) -> Tensor:
     """The label's part of the sum: exactly 1 where it has the largest z, 0 where it is not in the set."""
-    return (stats.target_logit - _finite_or_zero(stats.row_max)).exp()
+    return (stats.label_logit - _finite_or_zero(stats.row_max)).exp()
 
 
 def _finite_or_zero(row_max: Tensor) -> Tensor:

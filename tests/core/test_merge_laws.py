@@ -44,7 +44,7 @@ def _assert_equal(a, b):
 
 def _assert_close(a, b):
     """Equal up to the rounding of a handful of additions of terms of one sign."""
-    for name in ("row_max", "target_logit", "n_columns", "argmax"):
+    for name in ("row_max", "label_logit", "n_columns", "argmax"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     for name in ("others_sum", "shifted_sum", "exp_shifted_sum"):
         x, y = getattr(a, name), getattr(b, name)

@@ -45,7 +45,7 @@ def forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted = NOTH
     plan, shape = linear.call.plan, local.hidden.shape
     hidden = local.hidden if len(shape) == 2 else local.hidden.reshape(-1, shape[-1])
     tensors = (hidden, local.weight, local.bias, linear.call.divisor, linear.is_valid, *targets)
-    # As run.launched does, without its frame.
+    # As run.run_by_form does, without its frame.
     *outputs, d_hidden, d_weight, d_bias = plan.run(None, _one_chunk, tensors, plan, linear, wanted)
     if d_hidden is not None and len(shape) > 2:
         d_hidden = d_hidden.view(shape)
@@ -128,10 +128,10 @@ def _fill_statistics(linear: LinearCall, rows: slice, logits: Tensor, targets: A
     call, plan = linear.call, linear.call.plan
     if plan.launchers.second is None:
         own = cut(stats[0], slice(plan.rank, plan.rank + 1))
-        run.launched(plan, run.fill_statistics, (logits, cut(own, rows, dim=1), *targets))
+        run.run_by_form(plan, run.fill_statistics, (logits, cut(own, rows, dim=1), *targets))
         return
     # What the second exchange needs is there while the chunk's logits are.
-    of_chunk = run.launched(plan, run.statistics, (logits, *targets))
+    of_chunk = run.run_by_form(plan, run.statistics, (logits, *targets))
     run.exchange(call, logits, targets, of_chunk)
     for each, of_rows in zip(stats, of_chunk, strict=True):
         each[:, rows] = of_rows
@@ -161,7 +161,7 @@ def _parts(products: Products, rows: slice, logits: Tensor, d_logits: Tensor, kn
         if known is not None:
             stats = tuple([cut(each, part_rows, dim=1).contiguous() for each in known])
         elif not run.takes_one_pass(plan, part_logits.shape[0]):
-            stats = run.launched(plan, run.statistics, (part_logits, *part_targets))
+            stats = run.run_by_form(plan, run.statistics, (part_logits, *part_targets))
             if plan.n_ranks > 1:
                 handle = begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
         parts.append(Part(part_rows, part_logits, gradient, part_targets, stats, handle))
@@ -176,11 +176,11 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, grads: GradOutputs,
     if outputs is not None:
         part_outputs = TokenOutputs._make([None if each is None else cut(each, part.rows) for each in outputs])
         if part.stats is None:
-            run.launched(plan, run.one_pass, (part.logits, divisor, *targets, *part_outputs))
+            run.run_by_form(plan, run.one_pass, (part.logits, divisor, *targets, *part_outputs))
             return
         run.exchange(call, part.logits, targets, part.stats, part.handle)
         count = make(part.logits, 1, dtype=torch.int32) if linear.head.counts_in_launch else None
-        run.launched(plan, run.fill_part, (*part.stats, divisor, count, *targets, *part_outputs))
+        run.run_by_form(plan, run.fill_part, (*part.stats, divisor, count, *targets, *part_outputs))
         for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
             each[:, part.rows] = part_each
         divisor = divisor if count is None else count
@@ -200,6 +200,7 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
     # Of ``data``, autograd counts no versions: a backward after this one may recompute.
     d_hidden, d_weight, d_bias = [None if grad is None else grad.data for grad in gradients]
     plan = linear.call.plan
+    # As run.run_by_form does, without its frame.
     plan.run(None, _scale, (grad_output, d_hidden, d_weight, d_bias), plan)
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.add_(d_weight)

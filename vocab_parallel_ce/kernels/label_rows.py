@@ -69,7 +69,7 @@ def locate_label(place, column, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
+def load_label_weight(class_weight, label, column, owned, vocab_size, loss_options):
     """Return ``spec.label_weights`` of one row. ``owned`` is false if the label is ``ignore_index``."""
     weight = tl.load(class_weight + column, owned, other=0.0)
     return ops.at_the_edges(weight, label, vocab_size, loss_options)
@@ -107,7 +107,7 @@ def load_remainder(row, place, label_at, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def first_maximum(row, place, label_at, lanes, remainder, target_logit, row_max, VECTOR: tl.constexpr):
+def first_maximum(row, place, label_at, lanes, remainder, label_logit, row_max, VECTOR: tl.constexpr):
     """Return the row's first column with ``row_max``, int64.
 
     Each lane knows the first vector with its maximum, which is read again.
@@ -121,8 +121,8 @@ def first_maximum(row, place, label_at, lanes, remainder, target_logit, row_max,
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (place.first - place.begin)
     other_columns = tl.where(remainder.z == row_max, remainder.offset - place.begin, 2147483647)
     argmax = tl.minimum(argmax, tl.min(other_columns))
-    is_target = label_at.owned & (target_logit == row_max)
-    return tl.minimum(argmax, tl.where(is_target, label_at.offset - place.begin, 2147483647))
+    is_label = label_at.owned & (label_logit == row_max)
+    return tl.minimum(argmax, tl.where(is_label, label_at.offset - place.begin, 2147483647))
 
 
 @triton.jit
@@ -185,10 +185,10 @@ def with_columns(units, unit, stats, loss_options):
     """Return the ``RowStats`` of units with those of some columns of one ``unit``."""
     is_unit = tl.arange(0, units.row_max.shape[0]) == unit
     row_max = tl.where(is_unit, stats.row_max, float("-inf"))
-    target_logit = tl.where(is_unit, stats.target_logit, float("-inf"))
+    label_logit = tl.where(is_unit, stats.label_logit, float("-inf"))
     others_sum = tl.where(is_unit, stats.others_sum, 0.0)
     others = [tl.where(is_unit, x, 0.0) for x in stats[3:]]
-    return merge_pair(units, RowStats(row_max, others_sum, target_logit, *others), loss_options)
+    return merge_pair(units, RowStats(row_max, others_sum, label_logit, *others), loss_options)
 
 
 @triton.jit
@@ -207,10 +207,10 @@ def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl
     """Merge the lanes, the remaining columns and the label to the ``RowStats`` of a row."""
     label_at = locate_label(place, label - shard_start, SHAPE.VECTOR)
     remainder = load_remainder(row, place, label_at, SHAPE)
-    target_logit = load_logits(row.logits + label_at.offset, label_at.owned, row)
-    target_weight = 0.0
+    label_logit = load_logits(row.logits + label_at.offset, label_at.owned, row)
+    label_weight = 0.0
     if row.class_weight is not None:
-        target_weight = label_weight(
+        label_weight = load_label_weight(
             row.class_weight, label, label - shard_start, label_at.owned, sizes.vocab_size, loss_options
         )
     units = stats_of_lanes(lanes, loss_options, max(SHAPE.UNITS, 1))
@@ -225,13 +225,13 @@ def finish(lanes, row, place, label, shard_start, sizes, loss_options, SHAPE: tl
         edge = stats_of_columns(edge_z, is_edge, row.class_weight, column, loss_options)
         units = with_columns(units, place.width // place.unit_width, edge, loss_options)
         z, inside = tl.where(remainder.is_edge, float("-inf"), z), inside & ~remainder.is_edge
-    of_label = stats_of_label(target_logit, label_at.owned, target_weight, row.class_weight, loss_options)
+    of_label = stats_of_label(label_logit, label_at.owned, label_weight, row.class_weight, loss_options)
     others = stats_of_columns(z, inside, row.class_weight, column, loss_options)
     units = with_columns(units, unit, merge_pair(others, of_label, loss_options), loss_options)
     stats = ops.merge_tree(units, loss_options, merge_pair, row_stats)
     argmax = 0.0
     if loss_options.predictions is not None:
-        first = first_maximum(row, place, label_at, lanes, remainder, target_logit, stats.row_max, SHAPE.VECTOR)
+        first = first_maximum(row, place, label_at, lanes, remainder, label_logit, stats.row_max, SHAPE.VECTOR)
         is_finite = tl.abs(stats.row_max) < float("inf")
         argmax = tl.where(is_finite, (first + shard_start).to(tl.float32), float("inf"))
     return RowStats(*stats[:6], argmax, *stats[7:])  # type: ignore[call-arg]
@@ -256,7 +256,7 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
             live &= weight != 0  # it divides the loss alone
     made = row_factors(stats, label, live, weight, grads, strides, row, sizes.vocab_size, loss_options)
     # A label in an excluded column has no column here.
-    label = tl.where(stats.target_logit == float("-inf"), -1, label)
+    label = tl.where(stats.label_logit == float("-inf"), -1, label)
     return made, live, column_of(label, shard_start, sizes.n_valid)
 
 

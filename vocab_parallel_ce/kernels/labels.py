@@ -15,7 +15,7 @@ from vocab_parallel_ce.spec import RowStats
 class RowFactors(NamedTuple):
     """What the gradient of a row's every column is made of, gradients of the outputs included; 0 if no option needs it.
 
-    ``exp`` is that of the shifted logits. Every term of a column is in ``target_grad`` too.
+    ``exp`` is that of the shifted logits. Every term of a column is in ``label_grad`` too.
     """
 
     shift: tl.tensor  # row_max
@@ -23,25 +23,25 @@ class RowFactors(NamedTuple):
     entropy_factor: tl.tensor  # of exp * (mean_shifted - shifted)
     mean_shifted: tl.tensor
     uniform_term: tl.tensor  # of smoothing; subtracted
-    target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
+    label_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
 @triton.jit
-def label_exp(row_max, target_logit):
+def label_exp(row_max, label_logit):
     """Return ``exp(z_y - row_max)``: 1 if the label has the largest z, 0 if it is not among the columns."""
-    return ops.exp_shifted(target_logit, ops.finite_or_zero(row_max))
+    return ops.exp_shifted(label_logit, ops.finite_or_zero(row_max))
 
 
 @triton.jit
 def sum_exp(stats):
     """Return the sum of ``exp(z - row_max)`` over all columns."""
-    return stats.others_sum + label_exp(stats.row_max, stats.target_logit)
+    return stats.others_sum + label_exp(stats.row_max, stats.label_logit)
 
 
 @triton.jit
 def log_sum_exp(stats):
     """Return ``spec.log_sum_exp``."""
-    return ops.log1p(stats.others_sum + (label_exp(stats.row_max, stats.target_logit) - 1.0))
+    return ops.log1p(stats.others_sum + (label_exp(stats.row_max, stats.label_logit) - 1.0))
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def merge_pair(a, b, loss_options):
     is_a = a.row_max >= b.row_max
     a_decay, b_decay = tl.where(is_a, 1.0, decay), tl.where(is_a, decay, 1.0)
     others_sum = tl.fma(a.others_sum, a_decay, b.others_sum * b_decay)
-    target_logit = tl.maximum(a.target_logit, b.target_logit)
-    shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq = a[3:]
+    label_logit = tl.maximum(a.label_logit, b.label_logit)
+    shifted_sum, n_columns, exp_shifted_sum, argmax, label_weight, sum_exp_sq = a[3:]
     if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         shifted_sum = tl.fma(a.n_columns, ops.raised_by(a.row_max, shift), a.shifted_sum)
         shifted_sum += tl.fma(b.n_columns, ops.raised_by(b.row_max, shift), b.shifted_sum)
@@ -106,11 +106,11 @@ def merge_pair(a, b, loss_options):
         a_first = tl.where(a.row_max == row_max, a.argmax, float("inf"))
         argmax = tl.minimum(a_first, tl.where(b.row_max == row_max, b.argmax, float("inf")))
     if loss_options.class_weight is not None:
-        target_weight = a.target_weight + b.target_weight
+        label_weight = a.label_weight + b.label_weight
     if loss_options.sum_sq_probs is not None:
         sum_exp_sq = tl.fma(a.sum_exp_sq, a_decay * a_decay, b.sum_exp_sq * (b_decay * b_decay))
     return RowStats(
-        row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq
+        row_max, others_sum, label_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, label_weight, sum_exp_sq
     )
 
 
@@ -128,9 +128,9 @@ def loss(stats, label, vocab_size, loss_options):
     choose themselves differ.
     """
     log_sum = log_sum_exp(stats)
-    value = log_sum + (stats.row_max - stats.target_logit)
+    value = log_sum + (stats.row_max - stats.label_logit)
     if loss_options.class_weight is not None:
-        value = ops.weighted_class(value, stats.target_weight)
+        value = ops.weighted_class(value, stats.label_weight)
     if loss_options.smoothing is not None:
         if loss_options.class_weight is not None:
             smoothed = (stats.n_columns * log_sum - stats.shifted_sum) / vocab_size
@@ -140,7 +140,7 @@ def loss(stats, label, vocab_size, loss_options):
     if loss_options.z_loss is not None:
         lse = stats.row_max + log_sum
         if loss_options.class_weight is not None:
-            value += loss_options.z_loss * lse * lse * stats.target_weight
+            value += loss_options.z_loss * lse * lse * stats.label_weight
         else:
             value += loss_options.z_loss * lse * lse
     return signed(ops.at_the_edges(value, label, vocab_size, loss_options), loss_options)
@@ -187,42 +187,42 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), signed(weight, loss_options))
     all_sum = sum_exp(stats)
     inverse_sum = tl.div_rn(1.0, all_sum)
-    target_exp = label_exp(stats.row_max, stats.target_logit)
+    label_term = label_exp(stats.row_max, stats.label_logit)
     p_factor, z_factor, uniform_term = 1.0, 0.0, 0.0
-    target_grad = tl.div_rn(-stats.others_sum, all_sum)
+    label_grad = tl.div_rn(-stats.others_sum, all_sum)
     if loss_options.z_loss is not None:
         z_factor = 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats))
         p_factor += z_factor
     if loss_options.smoothing is not None and loss_options.class_weight is not None:
         uniform_p = loss_options.smoothing / vocab_size
         uniform_term = uniform_p * weight
-        label_factor = (1 - loss_options.smoothing) * stats.target_weight
-        all_factor = tl.fma(uniform_p, stats.n_columns, stats.target_weight * z_factor)
+        label_factor = (1 - loss_options.smoothing) * stats.label_weight
+        all_factor = tl.fma(uniform_p, stats.n_columns, stats.label_weight * z_factor)
         p_factor = label_factor + all_factor
-        target_grad = tl.fma(label_factor, target_grad, all_factor * (target_exp * inverse_sum))
-        target_grad -= uniform_p * stats.target_weight
+        label_grad = tl.fma(label_factor, label_grad, all_factor * (label_term * inverse_sum))
+        label_grad -= uniform_p * stats.label_weight
     else:
         if loss_options.smoothing is not None:
             uniform_p = loss_options.smoothing / vocab_size
             uniform_term = uniform_p * weight
-            # Not target_grad + smoothing: if p_y is small and smoothing near 1, that cancels.
-            smoothing_p = loss_options.smoothing * (target_exp * inverse_sum)
-            target_grad = tl.fma(1 - loss_options.smoothing, target_grad, smoothing_p) - uniform_p
+            # Not label_grad + smoothing: if p_y is small and smoothing near 1, that cancels.
+            smoothing_p = loss_options.smoothing * (label_term * inverse_sum)
+            label_grad = tl.fma(1 - loss_options.smoothing, label_grad, smoothing_p) - uniform_p
         elif loss_options.class_weight is not None:
-            weight *= stats.target_weight
+            weight *= stats.label_weight
         if loss_options.z_loss is not None:
-            target_grad += target_exp * inverse_sum * z_factor
+            label_grad += label_term * inverse_sum * z_factor
     exp_factor = inverse_sum * p_factor * weight
-    target_grad *= weight
+    label_grad *= weight
     entropy_factor, mean_shifted = 0.0, 0.0
     if grads.entropy is not None:
         mean_shifted = stats.exp_shifted_sum / all_sum
         entropy_factor = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
-        shifted = ops.bounded(stats.target_logit - stats.row_max)
-        target_grad = tl.fma(target_exp * (mean_shifted - shifted), entropy_factor, target_grad)
+        shifted = ops.bounded(stats.label_logit - stats.row_max)
+        label_grad = tl.fma(label_term * (mean_shifted - shifted), entropy_factor, label_grad)
     if grads.lse is not None:
         lse_factor = tl.load(grads.lse + row * strides.lse) * inverse_sum
-        target_grad = tl.fma(target_exp, lse_factor, target_grad)
+        label_grad = tl.fma(label_term, lse_factor, label_grad)
         exp_factor = tl.fma(inverse_sum * p_factor, weight, lse_factor)
     return RowFactors(
         tl.where(live, stats.row_max, 0.0),
@@ -230,12 +230,12 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         tl.where(live, entropy_factor, 0.0),
         tl.where(live, mean_shifted, 0.0),
         tl.where(live, uniform_term, 0.0),
-        tl.where(live, target_grad, 0.0),
+        tl.where(live, label_grad, 0.0),
     )
 
 
 @triton.jit
-def logits_gradient(x, is_target, uniform, factors, grads, loss_options, temperature=None, threshold=None):
+def logits_gradient(x, is_label, uniform, factors, grads, loss_options, temperature=None, threshold=None):
     """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
 
     ``uniform`` is what smoothing takes from it; ``temperature`` and ``threshold`` are the row's, or None. The result
@@ -249,7 +249,7 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options, tempera
         grad = tl.fma(entropy_grad, factors.entropy_factor, grad)
     if loss_options.smoothing is not None:
         grad -= tl.where(z == float("-inf"), 0.0, uniform)
-    grad = tl.where(is_target, factors.target_grad, grad)
+    grad = tl.where(is_label, factors.label_grad, grad)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or temperature is not None:
         grad *= slope
@@ -263,5 +263,5 @@ def tile_gradient(factors, tile, row):
     uniform = factors.uniform_term
     if row.class_weight is not None:
         uniform *= tl.load(row.class_weight + tile.column, tile.inside, other=0.0)
-    is_target = tile.column == row.label_at
-    return logits_gradient(x, is_target, uniform, factors, row.grads, row.loss_options, row.temperature, row.threshold)
+    is_label = tile.column == row.label_at
+    return logits_gradient(x, is_label, uniform, factors, row.grads, row.loss_options, row.temperature, row.threshold)

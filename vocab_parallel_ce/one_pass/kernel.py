@@ -97,7 +97,7 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, label_lanes, l
 
 
 @gluon.jit
-def label_weight(class_weight, label, column, n_columns, loss_options):
+def load_label_weight(class_weight, label, column, n_columns, loss_options):
     """Return ``spec.label_weights`` of one row, 0 if there are no class weights."""
     weight = 0.0
     if class_weight is not None:
@@ -117,9 +117,9 @@ def first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, N: g
 
 
 @gluon.jit
-def row_stats(row_max, others_sum, target, target_weight):
+def row_stats(row_max, others_sum, label_logit, label_weight):
     """Return a ``RowStats``; statistics that this kernel does not compute are 0."""
-    return RowStats(row_max, others_sum, target, 0.0, 0.0, 0.0, 0.0, target_weight, 0.0)
+    return RowStats(row_max, others_sum, label_logit, 0.0, 0.0, 0.0, 0.0, label_weight, 0.0)
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -178,14 +178,14 @@ def one_pass_kernel(
         body = locate(walk, row, column, HAS_EDGES)
         remainder = next_remainder
         label = known_label(column, n_columns, ignore_index)
-        target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
+        label_weight = load_label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
         others_max, others_sum, pieces = read_row(walk, cursor, body, remainder, loss_options, sizes)
-        target = ops.transform(remainder.target.to(gl.float32), loss_options)[0]
-        row_max = gl.maximum(others_max, target)
+        label_logit = ops.transform(remainder.label_logit.to(gl.float32), loss_options)[0]
+        row_max = gl.maximum(others_max, label_logit)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
-        stats = row_stats(row_max, others_sum, target, target_weight)
+        stats = row_stats(row_max, others_sum, label_logit, label_weight)
         live = column != -2
         factors = row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
@@ -195,7 +195,7 @@ def one_pass_kernel(
         store_token_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         write_row(walk, cursor, body, remainder.edges, pieces, factors, grads, loss_options, sizes)
         # write_row wrote the label's column like every other.
-        write_label(walk, body, remainder.target, column, factors, grads, loss_options, HAS_EDGES)
+        write_label(walk, body, remainder.label_logit, column, factors, grads, loss_options, HAS_EDGES)
         stage = (stage + PIECES) % STAGES
         row += step
         label_columns = label_columns[1:] + (new_column,)

@@ -60,13 +60,13 @@ class Body(NamedTuple):
     begin: tl.tensor
     first: tl.tensor  # of the body
     width: tl.tensor  # of the body
-    target_vector: tl.tensor  # the label's, counted from first; -1 if it is not in the body
+    label_vector: tl.tensor  # the label's, counted from first; -1 if it is not in the body
 
 
 class Remainder(NamedTuple):
     """A row's logits that no piece has, as they are in memory, one per lane; -inf in the lanes after them."""
 
-    target: tl.tensor  # the label's
+    label_logit: tl.tensor  # the label's
     neighbors: tl.tensor  # the others of the label's vector
     edges: tl.tensor  # of rows that have them; with the label's if it is there
 
@@ -96,15 +96,15 @@ def locate(walk, row, column, HAS_EDGES: gl.constexpr):
     begin = ops.row_begin(row.to(gl.int64), walk.layout)
     if HAS_EDGES:
         first, width = ops.row_body(begin, walk.n_columns, VECTOR)
-        target = column - (first - begin).to(gl.int32)
-        is_inside = (column >= 0) & (target >= 0) & (target < width)
-        target_vector = gl.where(is_inside, target // VECTOR, -1)
+        body_column = column - (first - begin).to(gl.int32)
+        is_inside = (column >= 0) & (body_column >= 0) & (body_column < width)
+        label_vector = gl.where(is_inside, body_column // VECTOR, -1)
     else:
         begin = begin // VECTOR * VECTOR
         first = begin
         width = walk.n_columns
-        target_vector = gl.where(column >= 0, column // VECTOR, -1)
-    return Body(begin, first, width, target_vector)
+        label_vector = gl.where(column >= 0, column // VECTOR, -1)
+    return Body(begin, first, width, label_vector)
 
 
 @gluon.jit
@@ -132,22 +132,22 @@ def neighbor_offsets(walk, body, column):
     """Return the offsets of the other logits of the label's vector, one per lane, and which of them exist."""
     VECTOR: gl.constexpr = walk.lane_columns.shape[1]
     lanes = lanes_of(walk)
-    offset = body.first + body.target_vector * VECTOR + lanes
-    return offset, (lanes < VECTOR) & (body.target_vector >= 0) & (offset != body.begin + column)
+    offset = body.first + body.label_vector * VECTOR + lanes
+    return offset, (lanes < VECTOR) & (body.label_vector >= 0) & (offset != body.begin + column)
 
 
 @gluon.jit
 def load_remainder(walk, body, column, HAS_EDGES: gl.constexpr):
     """Load the ``Remainder`` logits of a row whose label is in ``column``; of an ignored row none."""
     lowest: gl.constexpr = float("-inf")
-    target = gl.load(walk.logits + body.begin + column, mask=column >= 0, other=lowest)
+    label_logit = gl.load(walk.logits + body.begin + column, mask=column >= 0, other=lowest)
     offset, inside = neighbor_offsets(walk, body, column)
     neighbors = gl.load(walk.logits + offset, mask=inside, other=lowest)
     edges = neighbors  # Triton 3.6 cannot return None in a tuple
     if HAS_EDGES:
         offset, inside = edge_offsets(walk, body)
         edges = gl.load(walk.logits + offset, mask=inside & (column != -2), other=lowest)
-    return Remainder(target, neighbors, edges)
+    return Remainder(label_logit, neighbors, edges)
 
 
 @gluon.jit
@@ -202,7 +202,7 @@ def read_row(walk, cursor, body, remainder, loss_options, SIZES: gl.constexpr):
     PIECES_PER_WAIT: gl.constexpr = SIZES.PIECES_PER_WAIT
     lane_columns = walk.lane_columns
     tile: gl.constexpr = lane_columns.type.layout
-    label_vector = body.target_vector - lanes_of(walk)
+    label_vector = body.label_vector - lanes_of(walk)
     lane_max, lane_sum = begin_sums(walk, body, remainder, cursor.columns[0], loss_options, SIZES.HAS_EDGES)
     pieces = ()
     for i in gl.static_range(PIECES):
@@ -261,17 +261,17 @@ def write_row(walk, cursor, body, edges, pieces, factors, grads, loss_options, S
 
 
 @gluon.jit
-def write_label(walk, body, target, column, factors, grads, loss_options, HAS_EDGES: gl.constexpr):
-    """Write the label's gradient. A label in an excluded column is no column's target.
+def write_label(walk, body, label_logit, column, factors, grads, loss_options, HAS_EDGES: gl.constexpr):
+    """Write the label's gradient, unless its column is excluded.
 
     The thread that wrote the label's vector, or its edge, does: so it is the later one of the two without a barrier.
     """
     lanes = lanes_of(walk)
-    is_writer = lanes == body.target_vector % lanes.shape[0]
+    is_writer = lanes == body.label_vector % lanes.shape[0]
     if HAS_EDGES:
         offset, inside = edge_offsets(walk, body)
-        is_writer = gl.where(body.target_vector >= 0, is_writer, inside & (offset == body.begin + column))
-    x = target.to(gl.float32)
+        is_writer = gl.where(body.label_vector >= 0, is_writer, inside & (offset == body.begin + column))
+    x = label_logit.to(gl.float32)
     is_written = (column >= 0) & (ops.transform(x, loss_options)[0] > float("-inf"))
     grad = logits_gradient(x, True, 0.0, factors, grads, loss_options).to(walk.logits.dtype.element_ty)
     pointers = walk.logits + (body.begin + column) + gl.zeros_like(lanes)
