@@ -311,7 +311,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         check(name, getattr(settings, name))
     softcap = settings.softcap
     requested = set(checked_outputs(settings.outputs))
-    if "divergence" in requested and settings.teacher is None:
+    if DIVERGENCE in requested and settings.teacher is None:
         raise ValueError("outputs: expected no 'divergence' without a teacher, got it; pass linear_objective's teacher")
     if "predictions" in requested and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with predictions, got {vocab_size}; leave them out")
@@ -344,11 +344,11 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
 
 
 def checked_outputs(outputs: object) -> tuple[str, ...]:
-    """Return a caller's ``outputs``, a tuple or list of names in ``OUTPUTS``, as a tuple."""
+    """Return a caller's ``outputs``, a tuple or list of names, as a tuple."""
     if not isinstance(outputs, tuple | list):
         raise TypeError(f"outputs: expected a tuple of names, such as ('entropy',), got {outputs!r}")
     for name in outputs:
-        checks.check_choice("outputs", name, OUTPUTS)
+        checks.check_choice("outputs", name, (*OUTPUTS, DIVERGENCE))
     return tuple(outputs)
 
 

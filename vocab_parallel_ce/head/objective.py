@@ -18,7 +18,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
-from vocab_parallel_ce.options import DIFFERENTIABLE, Settings
+from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import checked_divisor, saved_as_it_is
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Tokens
@@ -318,7 +318,7 @@ def rows_of(
 
 def _differentiable(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return those of named outputs that have a gradient."""
-    return {name: output for name, output in named.items() if name in ("log_probs", *DIFFERENTIABLE)}
+    return {name: output for name, output in named.items() if name in ("log_probs", *GradOutputs._fields)}
 
 
 def _along_rows(numbers: Tensor, like: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import OUTPUTS, Settings, TeacherOptions, loss_options
+from vocab_parallel_ce.options import Settings, TeacherOptions, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     INF,
@@ -52,6 +52,7 @@ from vocab_parallel_ce.spec import (
     GradOutputs,
     LossOptions,
     RowStats,
+    TokenOutputs,
     _bounded,
     _finite_or_zero,
     _outside,
@@ -148,7 +149,7 @@ class DivergenceLoss(Loss):
 
     def outputs(self, options: DivergenceOptions) -> dict[str, bool]:
         found = {} if options.is_alone else LABELS.outputs(options.labels) | {"divergence": True}
-        return {name: found[name] for name in OUTPUTS if name in found}
+        return {name: found[name] for name in TokenOutputs._fields if name in found}
 
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:

@@ -61,9 +61,11 @@ class RankPool:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._directory.name) / "store")
-        # A server imports once what all ranks need, and they are forked from it: it has no threads, groups or GPUs.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        # A server imports once what all ranks need, and they are forked from it. On a GPU host its imports begin CUDA,
+        # which a fork cannot use.
+        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
