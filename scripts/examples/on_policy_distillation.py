@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 from vocab_parallel_ce import Teacher, linear_objective
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from examples.rl_policy_gradient import sample
 
 VOCABULARY, LENGTH, TEXTS, OF_STUDENT, OF_TEACHER = 256, 12, 32, 48, 96
 
@@ -56,12 +51,12 @@ def serve(connection: Connection) -> None:
             connection.send(teacher(torch.from_numpy(ids)).numpy())
 
 
-def write(student: LanguageModel, columns: slice, rank: int, group: Any) -> Tensor:
-    """Return ``[TEXTS, LENGTH + 2]`` ids that the student has drawn; the first two are given."""
+def write(student: LanguageModel) -> Tensor:
+    """Return ``[TEXTS, LENGTH + 2]`` ids that the student has drawn, the same on every rank; two are given."""
     ids = torch.arange(2 * TEXTS).view(TEXTS, 2) % VOCABULARY
-    for _ in range(LENGTH):
-        hidden = student(ids[:, -2:])[:, 0]
-        ids = torch.cat([ids, sample(hidden @ student.head[columns].t(), rank, group)[:, None]], dim=1)
+    for _ in range(LENGTH):  # an engine that writes has all columns
+        probs = (student(ids[:, -2:])[:, 0] @ student.head.t()).softmax(-1)
+        ids = torch.cat([ids, probs.multinomial(1)], dim=1)
     return ids
 
 
@@ -78,12 +73,12 @@ def train(steps: int, rank: int, n_ranks: int, group: Any, teacher: Connection) 
     of_teacher = torch.from_numpy(teacher.recv())
     student = LanguageModel(OF_STUDENT, 1, 0.1)
     optimizer, curve = torch.optim.AdamW(student.parameters(), lr=0.01), []
-    torch.manual_seed(rank + 2)  # each rank draws the noise of its own columns
     for _ in range(steps):
         with torch.no_grad():
-            ids = write(student, columns, rank, group)
+            ids = write(student)
             teacher.send(ids[:, :-1].numpy())
         hidden, known = student(ids[:, :-1]), torch.from_numpy(teacher.recv())
+        found: Any
         loss, found = linear_objective(
             hidden,
             student.head[columns],
@@ -95,7 +90,7 @@ def train(steps: int, rank: int, n_ranks: int, group: Any, teacher: Connection) 
         )
         optimizer.zero_grad()
         loss.backward()
-        if group is not None:  # each rank has had its rows of the head
+        if group is not None:  # each rank has a gradient of its rows alone, and all have a copy
             dist.all_reduce(student.head.grad, group=group)
         optimizer.step()
         curve.append(float(found.divergence.mean()))

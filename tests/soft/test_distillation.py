@@ -254,6 +254,19 @@ def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_devi
         assert loss.abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_no_items_of_a_hard_weight_are_zero_whatever_the_logits_hold(impl_device, divergence):
+    impl, device = impl_device
+    made = pair_of(labels=True)
+    leaf, teacher = made.logits.to(device, copy=True), made.other.to(device)
+    leaf[0, 3] = torch.nan
+    leaf.requires_grad_()
+    ways = {"divergence": divergence, "hard_weight": 0.4, "impl": impl, "labels": made.labels.to(device)}
+    loss = distillation_loss(leaf * 1, teacher, num_items=0, **ways)
+    assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
+    assert distillation_loss(leaf * 1, teacher, num_items=1, **ways).isnan()
+
+
 def _other_padding(rank, group):
     """On each of two ranks: a teacher padded more than the student on the last, and one that starts elsewhere."""
     student, teacher = torch.randn(3, 6), torch.randn(3, 6 + 2 * rank)

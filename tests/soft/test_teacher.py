@@ -9,6 +9,7 @@ from tests.support.cases.flat import linear_objective
 from tests.support.cases.linear import record_matmuls
 from tests.support.cases.pairs import covering
 from tests.support.cases.teachers import COLUMNS, TOKENS, WIDTH, models, objective
+from tests.support.kernels.launch_shapes import SEVERAL, programs
 from tests.support.ranks.case import distributed
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.in_turn import in_turn
@@ -53,6 +54,18 @@ def test_every_option(impl_device, case):
             return teachers.call(case, made, impl_device, rank, group)
 
     teachers.check(case, made, in_turn(case["ranks"], on_rank))
+
+
+@KINDS
+@pytest.mark.parametrize("labels", ["some", None])
+@pytest.mark.interpreted(3)
+def test_rows_in_parts(impl_device, labels, kind):
+    """Of which each has a program."""
+    case = {"divergence": (kind, 0.3 if kind == "js" else 0.5), "caps": (9.0, 0.7, 7.0, 1.3), "divisor": "mean"}
+    case |= {"temperatures": (0.8, 2.0), "labels": labels}
+    made = models(columns=309)
+    with programs(SEVERAL):
+        teachers.check(case, made, in_turn(1, lambda *of_rank: teachers.call(case, made, impl_device, *of_rank)))
 
 
 class Calls:

@@ -124,7 +124,7 @@ def distillation_loss(
     checks.check_tensor("student_logits", student_logits)
     tokens = Tokens(student_logits, "student_logits", student_logits.shape[:-1])
     divisor, targets = _counted(num_items, targets, tokens, settings)
-    found = run_logits(DIVERGENCE, student_logits, targets, _with_labels(settings), group=group)
+    found: Any = run_logits(DIVERGENCE, student_logits, targets, _with_labels(settings), group=group)
     return reduced(with_hard_weight(found.divergence, found.loss, hard_weight), divisor, settings.reduction)
 
 

@@ -28,7 +28,7 @@ def ids_or_labels(labels: Any, tokens: Any) -> dict[str, Any]:
 
 
 def loss_and_targets(
-    labels: Tensor,
+    labels: Any,
     tokens: Tensor,
     weight: Tensor | None,
     settings: Settings,

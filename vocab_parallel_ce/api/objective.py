@@ -113,7 +113,7 @@ def linear_objective(
     if teacher is None or labels is not None:
         loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)
     if teacher is not None:
-        loss, targets = DIVERGENCE, TeacherHead(*rows_of_teacher(teacher, group), labels, tensor, threshold)
+        loss, targets = DIVERGENCE, TeacherHead(*teacher_head(teacher, group), labels, tensor, threshold)
     name = "log_probs" if settings.negated or teacher is None else "divergence"
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective, name)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
@@ -139,10 +139,10 @@ def with_divergence(
     return (*others, "divergence"), of_teacher | {"negated": True}
 
 
-def rows_of_teacher(teacher: Teacher, group: Any) -> tuple[Any, ...]:
+def teacher_head(teacher: Teacher, group: Any) -> Head:
     """Return a teacher's head with this rank's rows of DTensors."""
     weight, bias = [
         local_rows(f"teacher.{name}", tensor, group) if tensor is not None and is_dtensor(tensor) else tensor
         for name, tensor in (("weight", teacher.weight), ("bias", teacher.bias))
     ]
-    return teacher.hidden, weight, bias
+    return Head(teacher.hidden, weight, bias)

@@ -32,7 +32,7 @@ OWN = (
     "teacher_scale",
 )
 # Options of both for a kernel, None if off: Triton 3.6 passes no None in a tuple of a tuple.
-KernelOptions = namedtuple("KernelOptions", (*LossOptions._fields, *OWN))  # type: ignore[misc]
+KernelOptions: Any = namedtuple("KernelOptions", (*LossOptions._fields, *OWN))  # type: ignore[misc]
 
 
 class Transform(NamedTuple):

@@ -290,6 +290,8 @@ def _parts_at_once(loss: KernelLoss, block: Block, has_edges: bool) -> tuple[int
     if block.is_cut:
         return PARTS_AT_ONCE if loss.is_pair else block.at_once, {"maxnreg": 64, "overlaps": True}
     if loss.is_pair:
+        if loss.n_lane_fields > 8 or (loss.n_lane_fields and block.units > 1):
+            return 1, {}  # what labels and a teacher have together would not fit
         if loss.options.beta is not None:
             return 1, {"maxnreg": 64 if has_edges or block.units else 40}
         return 1, {"maxnreg": 56} if block.units > 1 else {}

@@ -84,7 +84,6 @@ def factors(stats, second, label, live, divisor, grads, strides, row, shard_star
     weight = 0.0
     if grads.divergence is not None:
         weight = tl.load(grads.divergence + row * strides.divergence)
-    weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
     of_teacher = divergences.shares(stats[1], second, weight, live, loss_options)
     of_label, live, column = label_rows.factors(
         stats[0], None, label, live, divisor, grads, strides, row, shard_start, sizes, loss_options

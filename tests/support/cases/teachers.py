@@ -37,7 +37,9 @@ class Models(NamedTuple):
     tokens: dict[str, Tensor]
 
 
-def models(dtype: torch.dtype = torch.float32, of_teacher: torch.dtype = torch.float32) -> Models:
+def models(
+    dtype: torch.dtype = torch.float32, of_teacher: torch.dtype = torch.float32, columns: int = COLUMNS
+) -> Models:
     """Two models that agree in part; numbers of 16 bits are multiples of 1/4, whose products are exact."""
     generator = torch.Generator().manual_seed(0)
 
@@ -45,11 +47,11 @@ def models(dtype: torch.dtype = torch.float32, of_teacher: torch.dtype = torch.f
         drawn = torch.randn(shape, generator=generator)
         return drawn if to.itemsize == 4 else (4 * drawn).round().clamp(-8, 8).div(4).to(to)
 
-    hidden, weight = draw(TOKENS, WIDTH, to=dtype), draw(COLUMNS, WIDTH, to=dtype)
+    hidden, weight = draw(TOKENS, WIDTH, to=dtype), draw(columns, WIDTH, to=dtype)
     teacher_hidden = draw(TOKENS, OF_TEACHER, to=of_teacher)
-    teacher_weight = draw(COLUMNS, OF_TEACHER, to=of_teacher)
-    biases = draw(COLUMNS, to=dtype), draw(COLUMNS, to=of_teacher)
-    labels = torch.randint(0, COLUMNS, (TOKENS,), generator=generator)
+    teacher_weight = draw(columns, OF_TEACHER, to=of_teacher)
+    biases = draw(columns, to=dtype), draw(columns, to=of_teacher)
+    labels = torch.randint(0, columns, (TOKENS,), generator=generator)
     labels[::2] = F.linear(hidden, weight, biases[0]).argmax(-1)[::2]
     advantage = draw(TOKENS)
     mask = torch.ones(TOKENS).index_fill(0, torch.tensor([1, 6]), 0.0)
@@ -139,14 +141,14 @@ def right(case: dict[str, Any], made: Models, dtype: torch.dtype, bounds: Sequen
     return Right({"loss": loss.detach(), **outputs, **gradients}, of_loss, of_hidden)
 
 
-def bounds_of(case: dict[str, Any], n_ranks: int) -> Sequence[tuple[int, int]]:
-    return BOUNDS[case.get("columns", "even")].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))
+def bounds_of(case: dict[str, Any], made: Models, n_ranks: int) -> Sequence[tuple[int, int]]:
+    return BOUNDS[case.get("columns", "even")].get(n_ranks, even(len(made.weight) // n_ranks, n_ranks))
 
 
 def call(case: dict[str, Any], made: Models, impl_device: tuple[str, str], rank: int, group: Any) -> dict[str, Any]:
     """One rank's call and its backward: loss, outputs and gradients."""
     (impl, device), n_ranks = impl_device, 1 if group is None else group.size()
-    start, stop = bounds_of(case, n_ranks)[rank]
+    start, stop = bounds_of(case, made, n_ranks)[rank]
 
     def rows(whole: Tensor) -> Tensor:
         return padded_shard(whole.t(), start, stop, 300.0).t().contiguous().to(device)
@@ -158,7 +160,7 @@ def call(case: dict[str, Any], made: Models, impl_device: tuple[str, str], rank:
     softcap, logit_scale, of_teacher, teacher_scale = case["caps"]
     kind, beta = case["divergence"]
     options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale, "group": group, "impl": impl}
-    options |= {"vocab_size": VocabShard(start, stop, COLUMNS), "chunk_size": case.get("chunk_size", "auto")}
+    options |= {"vocab_size": VocabShard(start, stop, len(made.weight)), "chunk_size": case.get("chunk_size", "auto")}
     options |= {"sequence_parallel": case.get("form") == "sequence_parallel", "logits_dtype": case.get("logits_dtype")}
     options |= {"reduction": "sum"} if case["divisor"] == "sum" else {}
     options |= {"num_items": case["divisor"]} if isinstance(case["divisor"], float) else {}
@@ -202,7 +204,7 @@ def call(case: dict[str, Any], made: Models, impl_device: tuple[str, str], rank:
 def check(case: dict[str, Any], made: Models, results: Sequence[dict[str, Any]]) -> None:
     """Outputs have the same bits on all ranks, and everything is what the whole vocabulary gives in fp64."""
     first, *others = results
-    bounds, frozen = bounds_of(case, len(results)), case.get("frozen", ())
+    bounds, frozen = bounds_of(case, made, len(results)), case.get("frozen", ())
     (truth, of_loss, of_hidden), (peer, *_) = (right(case, made, d, bounds) for d in (torch.float64, torch.float32))
     assert first.keys() == truth.keys()
     for name in first.keys() - {*LEAVES}:
@@ -214,7 +216,7 @@ def check(case: dict[str, Any], made: Models, results: Sequence[dict[str, Any]])
         if name in frozen:
             continue
         if name != "hidden":
-            whole = assembled(bounds, parts, COLUMNS)
+            whole = assembled(bounds, parts, len(made.weight))
         elif case.get("form") == "sequence_parallel":
             whole = torch.cat(parts)
         else:
