@@ -141,8 +141,8 @@ def with_divergence(
 
 def teacher_head(teacher: Teacher, group: Any) -> Head:
     """Return a teacher's head with this rank's rows of DTensors."""
-    weight, bias = [
-        local_rows(f"teacher.{name}", tensor, group) if tensor is not None and is_dtensor(tensor) else tensor
-        for name, tensor in (("weight", teacher.weight), ("bias", teacher.bias))
-    ]
-    return Head(teacher.hidden, weight, bias)
+    rows: dict[str, Any] = {"weight": teacher.weight, "bias": teacher.bias}
+    for name, tensor in rows.items():
+        if tensor is not None and is_dtensor(tensor):
+            rows[name] = local_rows(f"teacher.{name}", tensor, group)
+    return Head(teacher.hidden, **rows)

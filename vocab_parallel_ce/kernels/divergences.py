@@ -307,4 +307,4 @@ def kernel_options(options: DivergenceOptions) -> Any:
     if options.divergence == "js":
         shares = options.beta, 1 - options.beta
         kind = None, *shares, max(min(shares), 2.0**-126) if min(shares) < SMALL_SHARE else None
-    return KernelOptions(*of_labels, *inverses, *kind, teacher.softcap, teacher.logit_scale)
+    return KernelOptions._make([*of_labels, *inverses, *kind, teacher.softcap, teacher.logit_scale])

@@ -167,7 +167,7 @@ class DivergenceLoss(Loss):
         of_labels = x.new_zeros(N_LABEL_STATS, len(x)).unbind()
         if not options.is_alone:
             of_labels = LABELS.tile(x, _labels(targets), shard, options.labels)
-        return TokenStats(*of_labels, *self._tile(*_both(x, targets, options)[:2], options))
+        return TokenStats._make([*of_labels, *self._tile(*_both(x, targets, options)[:2], options)])
 
     def _tile(self, x: Tensor, w: Tensor, options: DivergenceOptions) -> DivergenceStats:
         """Return what these columns of both contribute."""
@@ -185,7 +185,7 @@ class DivergenceLoss(Loss):
 
     def merge(self, a: Any, b: Any, options: DivergenceOptions) -> Any:
         of_labels = _of_labels(a) if options.is_alone else LABELS.merge(_of_labels(a), _of_labels(b), options.labels)
-        return TokenStats(*of_labels, *self._merge(_of_teacher(a), _of_teacher(b), options))
+        return TokenStats._make([*of_labels, *self._merge(_of_teacher(a), _of_teacher(b), options)])
 
     def _merge(self, a: DivergenceStats, b: DivergenceStats, options: DivergenceOptions) -> DivergenceStats:
         student_max, teacher_max = (
