@@ -12,6 +12,7 @@ from tests.support.cases import linear
 from tests.support.cases.inputs import IGNORE_INDEX, batch
 from tests.support.cases.logits import (
     COLUMNS,
+    DIFFERENTIABLE,
     EVERY,
     GRADIENTS,
     Results,
@@ -26,7 +27,6 @@ from tests.support.cases.logits import (
 from tests.support.cases.weights import weights
 from tests.support.truth import oracle
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
-from vocab_parallel_ce.options import DIFFERENTIABLE
 
 pytestmark = [
     pytest.mark.usefixtures("unread_labels"),

@@ -10,13 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.cases import linear
 from tests.support.cases.linear import COLUMNS, WIDTH, Leaves, record_matmuls
 from tests.support.cases.linear import N_LEAVES as ROWS
-from tests.support.cases.logits import METRICS, OUTPUTS, grads_of_every_output
+from tests.support.cases.logits import DIFFERENTIABLE, METRICS, OUTPUTS, grads_of_every_output
 from tests.support.cases.weights import weights
 from tests.support.ranks import case as on_ranks
 from tests.support.ranks.linear import COLUMNS as OF_RANK
 from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce import HeadOptions, linear_cross_entropy, vocab_parallel_cross_entropy
-from vocab_parallel_ce.options import DIFFERENTIABLE
 
 EACH = tuple((name,) for name in DIFFERENTIABLE)
 

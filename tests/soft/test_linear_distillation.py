@@ -12,7 +12,14 @@ from tests.support.cases.soft import divergences, topk_losses
 from tests.support.ranks.case import BOUNDS, assembled, even
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
-from vocab_parallel_ce import Head, TopKTeacher, VocabShard, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    Head,
+    TopKTeacher,
+    VocabShard,
+    distillation_loss,
+    verify_calls,
+    vocab_parallel_cross_entropy,
+)
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
 NAMES = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "student_bias", "teacher_bias")
@@ -169,6 +176,13 @@ def _verified(rank, group):
         errors = [error_of(lambda own=own: call(**own)) for own in differing]
         tokens = TopKTeacher(torch.zeros(TOKENS, 1).long(), -torch.ones(TOKENS, 1) - rank)
         errors.append(error_of(lambda: linear_distillation_loss(heads_of(made)[0], tokens, group=group)))
+        logits = made["student_hidden"].detach(), made["teacher_hidden"][:, :1].expand(-1, WIDTH)
+        for own in (
+            {"hard_weight": 0.1 * (rank + 1)},
+            {"num_items": rank + 1},
+            {"divergence": ("js", "reverse")[rank]},
+        ):
+            errors.append(error_of(lambda own=own: distillation_loss(*logits, **same | own)))
         # Rounding does not differ, nor do rows that are ignored.
         close = made["teacher_hidden"] * (1 + 1e-3 * rank)
         call(teacher_hidden=close.index_fill(0, torch.tensor([3, 5]), rank)).backward()
@@ -179,6 +193,7 @@ def _verified(rank, group):
 def test_verification_compares_the_ranks(rank_pool, impl):
     first, second = rank_pool.run(_verified)
     names = ("hard_weight", "temperature", "teacher.hidden", "tokens['teacher.log_probs']")
+    names += ("hard_weight", "num_items", "divergence")  # over logits
     assert first == second and all(f"ValueError: {n}: rank 1 of 2 has " in e for n, e in zip(names, first, strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import needs_eager, overwrites, public, run_head, run_logits
 from vocab_parallel_ce.api.top_k_teacher import (
     TopKTeacher,
@@ -37,6 +37,7 @@ from vocab_parallel_ce.options import (
     head_settings,
     settings_of,
 )
+from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.spec import is_ignored
 from vocab_parallel_ce.targets import Head, Role, Tokens, check_target
 
@@ -142,6 +143,8 @@ def _counted(num_items: Any, targets: Any, tokens: Tokens, settings: Settings) -
     check_target("labels", targets.labels, Role("ids", ("rows",)), tokens)
     ignored = is_ignored(targets.labels, settings.ignore_index)
     divisor = divisor_of_losses(num_items, ignored, tokens, settings)
+    if verify.is_on:
+        verify.also(comparable(settings._replace(vocab_size=None), num_items))  # in the caller's words
     if num_items is not None:
         assert divisor is not None
         ignore_index = settings.ignore_index

@@ -12,6 +12,7 @@ from tests.support.cases.inputs import NAN, Batch, batch, padded_shard, with_a_b
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget, of_small_cap
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.options import DIFFERENTIABLE as OF_EVERY_LOSS
 
 # Few rows: the interpreter takes tens of milliseconds for each.
 COLUMNS, ROWS = 21, 4
@@ -42,6 +43,7 @@ class Results(NamedTuple):
 
 
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
+DIFFERENTIABLE = tuple(name for name in OF_EVERY_LOSS if name != "divergence")  # of labels
 METRICS = ("predictions",)
 
 
