@@ -6,7 +6,9 @@ another kind of programs in each round. Here nothing is launched, so wide calls 
 
 import warnings
 from contextlib import suppress
+from functools import partial
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,11 +16,13 @@ import torch
 
 from tests.conformance import test_given_ids as of_given_ids
 from tests.conformance import test_sampling as of_sampling
+from tests.support.cases.flat import linear_objective
 from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
 from tests.support.kernels.launches import Entry, recorded, wanted
 from tests.support.random.calls import KINDS, Where, run_call
 from tests.support.random.tables import configurations
-from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
+from tests.support.ranks.in_turn import in_turn
+from vocab_parallel_ce import Teacher, VocabShard, distillation_loss, vocab_parallel_cross_entropy
 
 ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
@@ -50,8 +54,9 @@ OUTPUTS_OF_LABELS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "prediction
 OF_LABELS_ALONE = ("temperature", "threshold", "valid_rows", "total", *OUTPUTS_OF_LABELS)
 OF_LABELS_ALONE += tuple(f"grad_{name}" for name in OUTPUTS_OF_LABELS)
 NOT_BESIDE = {
-    "divergences": ("class_weight", *OF_LABELS_ALONE),
-    "lanes": ("other", "second", "stats"),
+    "divergences": ("class_weight", "divergence", "grad_divergence", *OF_LABELS_ALONE),
+    "lanes": ("other", "second", "stats", "divergence", "grad_divergence"),
+    "teacher_rows": ("class_weight", "divisor", "valid_rows", "total"),
 }
 NEVER |= {
     (f"{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
@@ -62,6 +67,16 @@ NEVER |= {
 NEVER |= {
     ("part_kernel of lanes", f"ranks={n}", None): "parts of a second exchange alone merge the ranks" for n in (2, 3)
 }
+NEVER |= {
+    (f"{kernel}_kernel of teacher_rows", f"loss_options.{name}", None): "log-probabilities have no such option"
+    for kernel in ("statistics", "part", "second", "outputs", "gradient")
+    for name in ("class_weight", "smoothing", "z_loss")
+}
+NEVER |= {
+    ("statistics_kernel of teacher_rows", name, None): "a hard weight over logits has no other outputs"
+    for name in OUTPUTS_OF_LABELS
+}
+NEVER[("second_kernel of teacher_rows", "loss_options.reverse", None)] = "js alone has a second exchange"
 NEVER[("second_kernel of lanes", None, None)] = "labels have one exchange"
 
 
@@ -81,8 +96,43 @@ def launched(where: Where) -> set[Entry]:
             for case in module.LOGITS:
                 with suppress(AssertionError), programs(case["programs"]):
                     module.test_logits(("triton", where.device), case)
+        calls_of_teachers(where)  # nor a teacher's softcap beside labels
         calls_of_rare_rows(where)  # nor does one of them come to these
     return entries
+
+
+def calls_of_teachers(where: Where) -> None:
+    """Objectives of a teacher with every option, over rows of every kind, with labels and without."""
+    for columns, padding in ((64, 0), (61, 0), (64, 3), (8192, 0), (8190, 3)):
+        for ranks, kind, named in product((1, 2, 3), KINDS[where.small], ("forward", "reverse", "js")):
+            for has_labels, has_threshold in ((True, True), (True, False), (False, False)):
+                of = columns, padding, ranks, named, has_labels, has_threshold
+                with suppress(AssertionError), programs(kind):
+                    in_turn(ranks, partial(call_of_teacher, where, *of))
+
+
+def call_of_teacher(
+    where: Where, columns: int, padding: int, ranks: int, kind: str, labels: bool, least: bool, rank: int, group: Any
+) -> None:
+    hidden, weight = (torch.ones(n, 4, device=where.device, requires_grad=True) for n in (2, columns))
+    teacher = Teacher(hidden.detach(), weight.detach(), None, 9.0, 0.7, 2.0, kind, 0.05 if kind == "js" else 0.5)
+    shard = VocabShard(rank * columns, (rank + 1) * columns, ranks * columns - padding)
+    options = {"softcap": 9.0, "logit_scale": 0.7, "group": group, "vocab_size": shard, "impl": "triton"}
+    if labels:
+        of_row = torch.full((2,), 0.5, device=where.device)
+        options |= {"temperature": of_row, "outputs": ("entropy", "lse", "sum_sq_probs", "predictions")}
+        options |= {"threshold": of_row} if least else {"outputs": (*options["outputs"], "mean_logit")}
+
+    def objective(log_probs=0.0, *, divergence, entropy=0.0, lse=0.0, **_):
+        return divergence + log_probs + entropy + lse
+
+    ids = torch.zeros(2, dtype=torch.int64, device=where.device) if labels else None
+    linear_objective(hidden, weight, ids, objective, teacher=teacher, check_objective=False, **options)
+    if labels:  # over logits, whose statistics' launch may store the outputs
+        logits = torch.zeros(2, columns, device=where.device, requires_grad=True)
+        ways = {"divergence": kind, "beta": teacher.beta, "hard_weight": 0.5 * least, "reduction": "none"}
+        ways |= {"group": group, "vocab_size": shard, "impl": "triton", "labels": ids}
+        distillation_loss(logits * 1, logits.detach(), **ways).sum().backward()
 
 
 def calls_of_rare_rows(where: Where) -> None:
