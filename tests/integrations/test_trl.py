@@ -17,7 +17,7 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl.trainer import distillation_trainer, utils
+from trl.trainer import utils
 
 from vocab_parallel_ce.integrations import trl as fused
 
@@ -26,7 +26,6 @@ TOKENS, WIDTH, COLUMNS, STEPS = 7, 16, 33, 6
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OWN_NAMES = {name: getattr(utils, name) for name in ("_ChunkedLogProbFunction", "DTensor")}
 OWN_CORE = OWN_NAMES["_ChunkedLogProbFunction"]
-OWN_DIVERGENCE = [distillation_trainer._chunked_divergence_loss]  # not by a name, which would be replaced too
 WORDS = [f"word{i}" for i in range(40)]
 
 
@@ -261,20 +260,6 @@ def _grpo(common):
     return trl.GRPOTrainer(_model(), _even_words, args, train_dataset=rows, processing_class=_tokenizer())
 
 
-def _distillation(common, beta=0.3):
-    rows, teacher = Dataset.from_list([{"prompt": text} for text in _texts(3, 0)]), _model()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    args = trl.DistillationConfig(**common, max_completion_length=4, beta=beta, temperature=0.9)
-    return trl.DistillationTrainer(_model(), teacher, args, train_dataset=rows, processing_class=_tokenizer())
-
-
-def _reverse_distillation(common):
-    return _distillation(common, beta=1.0)
-
-
 def _curve(make, folder):
     """Every number that is logged in the steps, and the parameters afterwards."""
     common = {"output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.1}
@@ -288,56 +273,21 @@ def _curve(make, folder):
     return steps, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("num_items", [None, 11, torch.tensor(11)])
-@pytest.mark.parametrize("scales", [{}, {"student_final_logit_softcapping": 10.0, "teacher_logit_scale": 2.0}])
-@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (1.0, 0.8), (0.3, 1.25)])
-def test_distillation_has_trls_numbers(beta, temperature, scales, num_items):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (2, TOKENS, WIDTH), (2, TOKENS, 24), (COLUMNS, WIDTH), (COLUMNS, 24), (COLUMNS,), (COLUMNS,)
-    *made, bias, teacher_bias = (torch.randn(shape, generator=generator) for shape in shapes)
-    mask, found = torch.rand(2, TOKENS, generator=generator).gt(0.3).long(), []
-    biases = {"student_lm_head_bias": bias, "teacher_lm_head_bias": teacher_bias, "temperature": temperature}
+def assert_same_curve(make, calls, folder):
+    own, own_parameters = _curve(make, folder / "own")
     fused.install()
-    for function in (*OWN_DIVERGENCE, distillation_trainer._chunked_divergence_loss):
-        hidden, teacher, weight, teacher_weight = made
-        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
-        heads = leaves[1], teacher_weight, mask, beta, num_items
-        loss, *others = function(leaves[0], teacher, *heads, **biases, **scales)
-        found.append([loss, *others, *torch.autograd.grad(loss, leaves)])
-    assert fused.report().calls == {"distillation": 1}
-    for value, own in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(value, own, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.reference
-def test_distillation_in_fp16_is_left_to_trl():
-    made = [torch.randn(shape).half() for shape in ((1, 3, 4), (1, 3, 4), (9, 4), (9, 4))]
-    fused.install()
-    distillation_trainer._chunked_divergence_loss(*made, torch.ones(1, 3), 0.0)
-    assert fused.report().calls == {"distillation in fp16": 1}
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(
-    ("make", "calls"),
-    [
-        (_sft, {"fused": STEPS}),
-        (_dpo, {"fused": 2 * STEPS}),
-        (_grpo, {"fused": STEPS}),
-        (_distillation, {"distillation": STEPS}),
-        (_reverse_distillation, {"distillation": STEPS}),
-    ],
-)
-def test_training_has_the_same_curve(make, calls, tmp_path):
-    own, own_parameters = _curve(make, tmp_path / "own")
-    fused.install()
-    found, parameters = _curve(make, tmp_path / "fused")
+    found, parameters = _curve(make, folder / "fused")
     assert fused.report().calls == calls
     assert len(own) == len(found) == STEPS and own[0]["loss"] != own[-1]["loss"]
     for step, own_step in zip(found, own, strict=True):
         assert step == pytest.approx(own_step, rel=1e-5, abs=2e-6)
     _assert_same(parameters, own_parameters)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("make", "calls"), [(_sft, STEPS), (_dpo, 2 * STEPS), (_grpo, STEPS)])
+def test_training_has_the_same_curve(make, calls, tmp_path):
+    assert_same_curve(make, {"fused": calls}, tmp_path)
 
 
 def _cut(model, mesh):

@@ -22,7 +22,7 @@ from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.arguments import autocast_dtype
 from vocab_parallel_ce.integrations.log_probs import head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
-from vocab_parallel_ce.targets import Teacher
+from vocab_parallel_ce.targets import Head, Teacher
 
 CORE = "trl.trainer.utils:_ChunkedLogProbFunction"
 DIVERGENCE = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
@@ -129,6 +129,16 @@ def _why_left_to_trl(
     return next((reason for reason, is_so in zip(LEFT, holds, strict=True) if is_so), None)
 
 
+def _whole(head: Head, *, is_constant: bool = False) -> Head:
+    """Return a head whose weight and bias are whole, and of the hidden states' dtype if autocast casts nothing."""
+    hidden, *others = head
+    casts = is_constant or not torch.is_autocast_enabled(hidden.device.type)  # which casts the student's products alone
+    dtype = hidden.dtype if casts else None
+    whole = [None if tensor is None else _gathered(tensor).to(dtype) for tensor in others]
+    tensors: list[Any] = [each if each is None or not is_constant else each.detach() for each in (hidden, *whole)]
+    return Head(*tensors)
+
+
 def _of_divergence(log_probs: Tensor, divergence: Tensor, entropy: Tensor) -> Tensor:
     return divergence
 
@@ -167,25 +177,16 @@ def _chunked_divergence_loss(
             *hidden, *heads, completion_mask, beta, num_items_in_batch, *of_student, *caps.values(), temperature
         )
         return result
-    weight, bias = _gathered(student_lm_head_weight), _gathered(student_lm_head_bias)
-    others = [None if t is None else _gathered(t).detach() for t in (teacher_lm_head_weight, teacher_lm_head_bias)]
-    others = [None if t is None else t.to(teacher_hidden_states.dtype) for t in others]
-    if not torch.is_autocast_enabled(student_hidden_states.device.type):  # which casts the products alone
-        weight, bias = (None if t is None else t.to(student_hidden_states.dtype) for t in (weight, bias))
-    kind: Any = {0: ("forward", 0.5), 1: ("reverse", 0.5)}.get(beta, ("js", beta))
-    teacher = Teacher(
-        teacher_hidden_states.detach(),
-        *others,
-        teacher_final_logit_softcapping,
-        teacher_logit_scale,
-        temperature,
-        *kind,
-    )
-    is_valid = completion_mask != 0
+    student = Head(student_hidden_states, student_lm_head_weight, student_lm_head_bias)
+    known = Head(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias)
+    kinds: dict[float, tuple[str, float]] = {0: ("forward", 0.5), 1: ("reverse", 0.5)}
+    of_teacher: Any = teacher_final_logit_softcapping, teacher_logit_scale, temperature, *kinds.get(beta, ("js", beta))
+    states, weight, bias = _whole(student)
+    found: Any
     loss, found = linear_objective(
-        student_hidden_states,
+        states,
         weight,
-        torch.where(is_valid, 0, -100),  # entropies need a label; any will do
+        torch.where(completion_mask != 0, 0, -100),  # entropies need a label; any will do
         _of_divergence,
         outputs=("divergence", "entropy"),
         reduction="mean" if num_items_in_batch is None else "sum",
@@ -195,9 +196,9 @@ def _chunked_divergence_loss(
         softcap=student_final_logit_softcapping,
         logit_scale=student_logit_scale,
         temperature=temperature,
-        teacher=teacher,
+        teacher=Teacher(*_whole(known, is_constant=True), *of_teacher),
     )
-    return loss, found.entropy.sum(), is_valid.sum()
+    return loss, found.entropy.sum(), (completion_mask != 0).sum()
 
 
 def _stand_in(core: Any) -> Any:
