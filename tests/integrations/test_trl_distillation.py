@@ -1,0 +1,70 @@
+"""TRL's DistillationTrainer with this package's divergence: TRL's numbers, gradients and curves."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16")
+
+import trl
+from datasets import Dataset
+from trl.trainer import distillation_trainer
+
+from tests.integrations.test_trl import COLUMNS, STEPS, TOKENS, WIDTH, _model, _texts, _tokenizer, assert_same_curve
+from vocab_parallel_ce.integrations import trl as fused
+
+OWN_DIVERGENCE = [distillation_trainer._chunked_divergence_loss]  # not by a name, which would be replaced too
+
+
+@pytest.fixture(autouse=True)
+def _trls_own_afterwards():
+    yield
+    fused.uninstall()
+    assert [distillation_trainer._chunked_divergence_loss] == OWN_DIVERGENCE
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("num_items", [None, 11, torch.tensor(11)])
+@pytest.mark.parametrize("scales", [{}, {"student_final_logit_softcapping": 10.0, "teacher_logit_scale": 2.0}])
+@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (1.0, 0.8), (0.3, 1.25)])
+def test_distillation_has_trls_numbers(beta, temperature, scales, num_items):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, TOKENS, WIDTH), (2, TOKENS, 24), (COLUMNS, WIDTH), (COLUMNS, 24), (COLUMNS,), (COLUMNS,)
+    *made, bias, teacher_bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    mask, found = torch.rand(2, TOKENS, generator=generator).gt(0.3).long(), []
+    biases = {"student_lm_head_bias": bias, "teacher_lm_head_bias": teacher_bias, "temperature": temperature}
+    fused.install()
+    for function in (*OWN_DIVERGENCE, distillation_trainer._chunked_divergence_loss):
+        hidden, teacher, weight, teacher_weight = made
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        heads = leaves[1], teacher_weight, mask, beta, num_items
+        loss, *others = function(leaves[0], teacher, *heads, **biases, **scales)
+        found.append([loss, *others, *torch.autograd.grad(loss, leaves)])
+    assert fused.report().calls == {"distillation": 1}
+    for value, own in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(value, own, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.reference
+def test_distillation_in_fp16_is_left_to_trl():
+    made = [torch.randn(shape).half() for shape in ((1, 3, 4), (1, 3, 4), (9, 4), (9, 4))]
+    fused.install()
+    distillation_trainer._chunked_divergence_loss(*made, torch.ones(1, 3), 0.0)
+    assert fused.report().calls == {"distillation in fp16": 1}
+
+
+def trainer_of(common, beta):
+    rows, teacher = Dataset.from_list([{"prompt": text} for text in _texts(3, 0)]), _model()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    args = trl.DistillationConfig(**common, max_completion_length=4, beta=beta, temperature=0.9)
+    return trl.DistillationTrainer(_model(), teacher, args, train_dataset=rows, processing_class=_tokenizer())
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_training_has_trls_curve(beta, tmp_path):
+    assert_same_curve(functools.partial(trainer_of, beta=beta), {"distillation": STEPS}, tmp_path)
