@@ -39,14 +39,6 @@ DEATH_TIMEOUT = 2.0
 RUN_TIMEOUT = 120.0
 POOLS_ALIVE = 2
 NCCL_GROUPS = 4
-PRELOADED = [
-    "torch._dynamo",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "vocab_parallel_ce",
-    __name__,
-]
 
 
 class RankFailure(RuntimeError):
@@ -61,11 +53,7 @@ class RankPool:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._directory.name) / "store")
-        # A server imports once what all ranks need, and they are forked from it. On a GPU host its imports begin CUDA,
-        # which a fork cannot use.
-        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend != "nccl":
-            context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
