@@ -40,6 +40,11 @@ def tensor_parallel_group() -> Any:
     return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
 
 
+def divergence_of(beta: float) -> dict[str, Any]:
+    """Return the divergence that GKD's ``beta`` names: KL(t || s) for 0, KL(s || t) for 1."""
+    return {"divergence": "reverse" if beta else "forward"} if beta in (0, 1) else {"divergence": "js", "beta": beta}
+
+
 def with_entropies(
     logits: Any, labels: Any, function: Callable[..., Any] = token_log_probs, **options: Any
 ) -> tuple[Any, Any]:

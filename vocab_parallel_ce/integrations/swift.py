@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.distillation import distillation_loss
 from vocab_parallel_ce.api.logits import token_log_probs
-from vocab_parallel_ce.integrations.log_probs import tensor_parallel_group, with_entropies
+from vocab_parallel_ce.integrations.log_probs import divergence_of, tensor_parallel_group, with_entropies
 from vocab_parallel_ce.integrations.rebind import Switch
 
 SHARDS = "swift.megatron.trainers.vocab_parallel_utils"
@@ -86,11 +86,8 @@ def jsd_loss(
         keywords = {name: function for name, function in keywords.items() if function is not None}
         result: Tensor = original(s_logits, t_logits, beta, chunk_size=chunk_size, **keywords)
         return result
-    divergence: dict[str, Any] = {"divergence": "js", "beta": beta}
-    if beta in (0, 1):
-        divergence = {"divergence": "reverse" if beta else "forward"}
     group = tensor_parallel_group() if is_sharded else None
-    return distillation_loss(s_logits, t_logits, group=group, reduction="sum", **divergence)
+    return distillation_loss(s_logits, t_logits, group=group, reduction="sum", **divergence_of(beta))
 
 
 def _functions(module: str, *names: str) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.objective import linear_objective
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.arguments import autocast_dtype
-from vocab_parallel_ce.integrations.log_probs import head_options
+from vocab_parallel_ce.integrations.log_probs import divergence_of, head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
 from vocab_parallel_ce.targets import Head, Teacher
 
@@ -179,8 +179,7 @@ def _chunked_divergence_loss(
         return result
     student = Head(student_hidden_states, student_lm_head_weight, student_lm_head_bias)
     known = Head(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias)
-    kinds: dict[float, tuple[str, float]] = {0: ("forward", 0.5), 1: ("reverse", 0.5)}
-    of_teacher: Any = teacher_final_logit_softcapping, teacher_logit_scale, temperature, *kinds.get(beta, ("js", beta))
+    scaled = teacher_final_logit_softcapping, teacher_logit_scale, temperature
     states, weight, bias = _whole(student)
     found: Any
     loss, found = linear_objective(
@@ -196,7 +195,7 @@ def _chunked_divergence_loss(
         softcap=student_final_logit_softcapping,
         logit_scale=student_logit_scale,
         temperature=temperature,
-        teacher=Teacher(*_whole(known, is_constant=True), *of_teacher),
+        teacher=Teacher(*_whole(known, is_constant=True), *scaled, **divergence_of(beta)),
     )
     return loss, found.entropy.sum(), (completion_mask != 0).sum()
 
