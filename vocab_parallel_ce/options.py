@@ -206,7 +206,7 @@ class Settings(NamedTuple):
     @property
     def asks_for_differentiable(self) -> bool:
         """Whether an output is asked for that has a gradient of its own."""
-        return any(name in (*DIFFERENTIABLE, DIVERGENCE) for name in self.outputs)
+        return any(name in GradOutputs._fields for name in self.outputs)
 
 
 # Settings that public functions take as keywords, over logits and over heads. `public` makes their signatures.

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from vocab_parallel_ce.api.call import Outputs, public, record_of, run_objective, split_temperature
-from vocab_parallel_ce.api.given_ids import ids_or_labels, loss_and_targets
+from vocab_parallel_ce.api.given_ids import check_threshold, ids_or_labels, loss_and_targets
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.arguments import Arguments
 from vocab_parallel_ce.head.objective import Objective
@@ -110,11 +110,13 @@ def linear_objective(
         outputs, of_teacher = with_divergence(teacher, labels, outputs, hidden)
         derived |= of_teacher
     settings = head_settings(options, takes=OBJECTIVES, outputs=outputs, **keywords, **derived)
-    if teacher is None or labels is not None:
+    name = "log_probs"
+    if teacher is None:
         loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)
-    if teacher is not None:
+    else:
+        check_threshold(threshold, settings)
         loss, targets = DIVERGENCE, TeacherHead(*teacher_head(teacher, group), labels, tensor, threshold)
-    name = "log_probs" if settings.negated or teacher is None else "divergence"
+        name = name if settings.negated else "divergence"
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective, name)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
     total, found = run_objective(loss, arguments, settings)

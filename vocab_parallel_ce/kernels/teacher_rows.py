@@ -9,7 +9,7 @@ import triton.language as tl
 from vocab_parallel_ce.kernels import divergence_rows, divergences, label_rows, labels, lanes
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import Algebra, KernelLoss
-from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
+from vocab_parallel_ce.losses.divergences import DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -126,6 +126,6 @@ ALGEBRA = Algebra(
 
 
 def divergence_loss(shard: VocabShard, options: DivergenceOptions) -> KernelLoss:
-    of_lanes = label_rows.label_loss(shard, options.labels).n_lane_fields
-    of_teacher = len(DivergenceStats._fields) - (options.divergence == "js")
-    return KernelLoss(ALGEBRA, shard, divergences.kernel_options(options), n_lane_fields=of_lanes + of_teacher)
+    taken = divergences.kernel_options(options)
+    fields = lanes.lane_fields.fn(taken) + divergences.fields.fn(taken)  # as kernels store them
+    return KernelLoss(ALGEBRA, shard, taken, n_lane_fields=sum(fields))
