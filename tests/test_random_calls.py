@@ -24,7 +24,7 @@ SEEDS = seeds(N_CALLS * (len(KINDS[False]) if torch.cuda.is_available() else 1))
 NOT_DRAWN = {"Outputs", "Head", "HeadOptions", "VocabShard", "cross_entropy_backward", "next_labels"}
 NOT_DRAWN |= {"TopKTeacher"}  # every pair of its options in tests/soft/test_topk.py
 NOT_DRAWN |= {"copy_to_ranks", "logits_at", "sampling_threshold", "top_k"}  # no losses
-NOT_DRAWN |= {"linear_objective"}  # some calls of linear_token_log_probs
+NOT_DRAWN |= {"linear_objective", "Teacher"}  # some calls of linear_token_log_probs
 CONFIGURED_AGAIN = {"one_pass"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",

@@ -31,7 +31,7 @@ from vocab_parallel_ce.one_pass import WIDTHS, config_of
 from vocab_parallel_ce.one_pass.kernel import _launch
 from vocab_parallel_ce.options import OUTPUTS
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
 
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
@@ -137,9 +137,10 @@ def has_one_pass(target: GPUTarget) -> bool:
     return target.backend == "cuda" and 90 <= target.arch < 120
 
 
-def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
-    *others, predictions = True, *(getattr(options, name, False) for name in OUTPUTS)
-    return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
+def output_dtypes(options: LossOptions) -> TokenOutputs:
+    others = {name: torch.float32 for name in OUTPUTS if getattr(options, name, False)}
+    others |= {"predictions": torch.int64} if options.predictions else {}
+    return TokenOutputs(torch.float32, **others)  # type: ignore[arg-type]
 
 
 def given_of(rows: tuple[str, ...]) -> tuple[torch.dtype | None, ...]:
@@ -254,13 +255,13 @@ def of_ids(dtype: str) -> Iterator[Variant]:
 
 
 def finish(option: str, ranks: int, summed: bool = False, counted: bool = False, few: bool = False) -> Variant:
-    of_loss, *others = output_dtypes(OPTIONS[option])
+    outputs = output_dtypes(OPTIONS[option])
     dtypes = (
         torch.float32,
         None,
         torch.int64,
         *((None, torch.int32) if counted else (torch.int32, None)),
-        *((None, *others, of_loss) if summed else (of_loss, *others, None)),
+        *((None, *outputs[1:], outputs.loss) if summed else (*outputs, None)),
     )
     loss = launch_of("label_rows", "label_loss", VocabShard(0, 131072, 131072), OPTIONS[option])
     key = (loss, 1024 if summed else 128, ranks, len(OPTIONS[option].statistics))
