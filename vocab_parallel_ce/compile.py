@@ -178,9 +178,9 @@ def linear_losses(loss: Loss, arguments: Arguments, settings: Settings) -> Token
     arguments, settings = with_local_rows(arguments, settings, position)
     hidden, weight, bias = arguments.head
     autocast = autocast_dtype(hidden)
-    gradient = gradient_of(settings, rounded_dtypes(autocast or hidden.dtype, arguments.head))
-    if settings.asks_for_differentiable:
-        gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
+    is_fp16 = torch.float16 in rounded_dtypes(autocast or hidden.dtype, arguments.head)
+    # Compiled backward has a gradient of each output, be it 0, and no scale of forward's.
+    gradient = "in_backward" if settings.asks_for_differentiable or is_fp16 else gradient_of(settings)
     settings = settings._replace(gradient=gradient)
     inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
     wanted = tuple([torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)])

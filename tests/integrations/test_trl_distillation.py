@@ -47,11 +47,20 @@ def test_distillation_has_trls_numbers(beta, temperature, scales, num_items):
 
 
 @pytest.mark.reference
-def test_distillation_in_fp16_is_left_to_trl():
-    made = [torch.randn(shape).half() for shape in ((1, 3, 4), (1, 3, 4), (9, 4), (9, 4))]
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_small_gradients_of_fp16_wait_for_the_loss_scale(beta):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator).half() for shape in ((2, 9, 16), (2, 9, 8), (33, 16), (33, 8))]
+    found = []
     fused.install()
-    distillation_trainer._chunked_divergence_loss(*made, torch.ones(1, 3), 0.0)
-    assert fused.report().calls == {"distillation in fp16": 1}
+    for function, dtype in ((*OWN_DIVERGENCE, torch.float64), (distillation_trainer._chunked_divergence_loss, None)):
+        hidden, teacher, weight, teacher_weight = [tensor.to(dtype) for tensor in made]
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        loss, *_ = function(leaves[0], teacher, leaves[1], teacher_weight, torch.ones(2, 9), beta, 1e7)
+        found.append(torch.autograd.grad(loss * 2.0**20, leaves))
+    assert fused.report().calls == {"distillation": 1}
+    for own, value in zip(*found, strict=True):
+        torch.testing.assert_close(value.double(), own.double(), rtol=0, atol=2e-3 * float(own.abs().max()))
 
 
 def trainer_of(common, beta):

@@ -24,7 +24,7 @@ GRAD_OUTPUT = torch.tensor(0.75)
 
 @pytest.mark.quick
 @BY_NAME
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_algorithms(impl_device, dtype, name):
     for kind, options in (
         ("some_ignored", {"chunk_size": 2}),

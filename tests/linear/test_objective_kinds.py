@@ -10,6 +10,7 @@ import torch
 from tests.docs.markdown import ROOT, python_blocks
 from tests.linear.test_objective import Objectives
 from tests.support.cases.flat import linear_cross_entropy, linear_objective
+from tests.support.cases.linear import record_matmuls
 from tests.support.cases.objectives import ppo
 from vocab_parallel_ce.head import objective as head_objective
 
@@ -133,34 +134,40 @@ def test_a_sparse_result_is_refused(impl_device):
         Objectives(impl_device).loss(lambda log_probs, **_: log_probs.to_sparse())
 
 
+SMALL, LOSS_SCALE = 1e-7, 2.0**20  # what multiplies each token's loss, and what backward multiplies them by
+
+
+def of_many(hidden, weight, labels, **options):
+    return linear_cross_entropy(hidden, weight, labels, num_items=1 / SMALL, **options)
+
+
+def of_an_objective(hidden, weight, labels, **options):
+    return linear_objective(hidden, weight, labels, lambda log_probs: -log_probs, num_items=1 / SMALL, **options)[0]
+
+
+def of_expected_factors(hidden, weight, labels, **options):
+    factors = torch.full(labels.shape, SMALL, device=labels.device)
+    options |= {"reduction": "none", "gradient": "in_forward", "expected_grad_output": factors}
+    return (linear_cross_entropy(hidden, weight, labels, **options) * factors).sum()
+
+
 @pytest.mark.parametrize("dtypes", list(itertools.product((HALF, WIDE), repeat=2)), ids=str)
 @pytest.mark.parametrize("autocast", [torch.bfloat16, HALF])
-def test_fp16_leaves_wait_for_the_loss_scale(impl_device, dtypes, autocast):
+@pytest.mark.parametrize("loss", [of_many, of_an_objective, of_expected_factors])
+def test_small_gradients_of_fp16_wait_for_the_loss_scale(impl_device, dtypes, autocast, loss):
+    """In three matmuls: 1e-7 is 0 in fp16, and only backward knows the loss scale."""
     case = Objectives(impl_device)
     if impl_device[1] == "cpu" and autocast == HALF and not torch.amp.is_autocast_available("cpu"):
         pytest.skip("no autocast")
-    hidden, weight = case.hidden.detach().to(dtypes[0]), case.weight.detach().to(dtypes[1])
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    is_half = HALF in (*dtypes, autocast)
-    with torch.autocast(case.device, autocast):
-        loss = linear_cross_entropy(hidden, weight, case.labels, impl=case.impl, num_items=1e7)
-        call = {"labels": case.labels, "impl": case.impl}
-        if is_half:
-            with pytest.raises(ValueError, match="objective: expected products and gradients of bf16 or fp32"):
-                linear_objective(hidden, weight, objective=lambda log_probs: log_probs, **call)
-            own = {"reduction": "none", "gradient": "in_forward"}
-            factor = torch.ones(case.labels.shape, device=case.device)
-            with pytest.raises(ValueError, match="expected_grad_output: expected bf16 or fp32"):
-                linear_cross_entropy(hidden, weight, expected_grad_output=factor, **call, **own)
-        else:
-            linear_objective(hidden, weight, objective=lambda log_probs: log_probs, **call)
-    scale = 2.0**20  # the loss scale, of an advantage of 1e-7
-    small, _ = torch.autograd.grad(loss * scale, (hidden, weight))
-    exact, own = hidden.detach().float().requires_grad_(), weight.detach().float()
-    expected = torch.nn.functional.cross_entropy(exact @ own.t(), case.labels, reduction="sum")
-    (expected,) = torch.autograd.grad(expected / 1e7 * scale, exact)
-    torch.testing.assert_close(small.float(), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
+    made = case.hidden.detach(), case.weight.detach()
+    leaves = [tensor.to(dtype).requires_grad_() for tensor, dtype in zip(made, dtypes, strict=True)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    with torch.autocast(case.device, autocast), record_matmuls() as matmuls:
+        found = torch.autograd.grad(loss(*leaves, case.labels, impl=case.impl) * LOSS_SCALE, leaves)
+    truth = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), case.labels, reduction="sum")
+    for value, expected in zip(found, torch.autograd.grad(truth * SMALL * LOSS_SCALE, exact), strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
+    assert len(matmuls) == 3
 
 
 @pytest.mark.reference

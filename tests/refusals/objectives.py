@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from tests.refusals.heads import FACTORS, HALF, LABELS, OF_BOTH, WEIGHT, a_call
+from tests.refusals.heads import FACTORS, LABELS, OF_BOTH, WEIGHT, a_call
 from tests.refusals.logits import TEMPERATURES
 from tests.refusals.rows import Row, Table, number, tensor
 from tests.support.cases.flat import linear_objective
@@ -65,13 +65,7 @@ TOKENS: list[Row] = [
     ({"tokens": {"entropy": 1}, "outputs": ("entropy",)}, ValueError, r"tokens\['entropy'\]: expected a name"),
     ({"tokens": {1: 1}}, TypeError, "tokens: expected names as keys, got 1"),
 ]
-TRAINED_HALF = {name: tensor.clone().requires_grad_() for name, tensor in HALF.items()}
 OTHERS: list[Row] = [
-    (
-        TRAINED_HALF,
-        ValueError,
-        "objective: expected products and gradients of .*, got fp16; use linear_token",
-    ),
     ({"reduction": "none"}, ValueError, "reduction: expected one of 'mean', 'sum'"),
     ({"num_items": -1}, ValueError, "num_items: must be "),
     ({"num_items": "3"}, TypeError, "num_items: expected a number, got str"),
@@ -146,7 +140,6 @@ TEACHERS: list[Row] = [
     ({"objective": "of both mixed"}, ValueError, "objective: .*mixes tokens"),
     ({"objective": "of both mixed", **NO_LABELS}, ValueError, "objective: .*mixes tokens"),
     ({"num_items": -1, **NO_LABELS}, ValueError, "num_items: must be "),
-    (TRAINED_HALF, ValueError, "objective: .*got fp16"),
 ]
 
 TABLES = [

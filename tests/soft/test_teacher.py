@@ -36,10 +36,10 @@ CASES = covering(
     frozen=((), ("hidden",), ("weight", "bias")),
     divisor=("mean", "sum", 2.5),
     chunk_size=("auto", 4),
-    dtypes=("fp32, fp32", "fp32, bf16", "bf16, bf16", "bf16, fp32"),
+    dtypes=("fp32, fp32", "fp32, bf16", "bf16, bf16", "bf16, fp32", "fp16, fp16", "fp16, fp32"),
     logits_dtype=(None, torch.float32),
 )
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 
 

@@ -173,8 +173,7 @@ def linear_distillation_loss(
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
-    ``"none"`` and fp16, backward recomputes the logits, and may run again.
-    The teacher's tensors get none.
+    ``"none"``, backward recomputes the logits, and may run again. The teacher's tensors get none.
 
     Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice
     as many all_gathers of statistics, two per chunk where the others have one in all.
@@ -184,8 +183,7 @@ def linear_distillation_loss(
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
         options: a :class:`HeadOptions` of the student's logits, without ``sequence_parallel``, ``logits_dtype`` and
-            ``valid_tokens``. In compiled code a :class:`TopKTeacher` has ``gradient="in_backward"``; with fp16
-            ``"in_forward"`` raises.
+            ``valid_tokens``. In compiled code a :class:`TopKTeacher` has ``gradient="in_backward"``.
         others: as in :func:`distillation_loss`.
 
     Returns:

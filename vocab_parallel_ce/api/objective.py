@@ -88,9 +88,9 @@ def linear_objective(
         have no gradient.
 
     Raises:
-        TypeError, ValueError: as :func:`linear_cross_entropy`; also for fp16, and if ``objective`` returns no number
-            per token, one that depends on no argument with a gradient, or one that depends on another tensor that
-            requires a gradient, which would be lost.
+        TypeError, ValueError: as :func:`linear_cross_entropy`; also if ``objective`` returns no number per token, one
+            that depends on no argument with a gradient, or one that depends on another tensor that requires a gradient,
+            which would be lost.
         RuntimeError: from backward, if it runs a second time, or with ``create_graph``.
 
     Example:

@@ -20,7 +20,7 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import run_head, run_logits, run_objective
 from vocab_parallel_ce.api.given_ids import rows_of_all, vocab_size_of
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gradient, gradient_of, rounded_dtypes
+from vocab_parallel_ce.head.arguments import Arguments, check_gradient, gradient_of
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import compute_dtype
@@ -106,10 +106,9 @@ def composed(loss: Loss, arguments: Arguments, settings: Settings, of_rows: Sett
 
     ``of_rows`` are the settings of the quantities that the objective takes; it is not reduced by itself.
     """
-    head, objective = arguments.head, arguments.objective
+    objective = arguments.objective
     assert objective is not None
-    dtype, tensors = autocast_dtype(head.hidden) or head.hidden.dtype, [t for t in head if isinstance(t, Tensor)]
-    gradient = "in_backward" if checks.is_traced() else gradient_of(settings, rounded_dtypes(dtype, tensors))
+    gradient = "in_backward" if checks.is_traced() else gradient_of(settings)
     of_rows = of_rows._replace(gradient=gradient)
     if gradient == "in_forward":
         return run_objective(loss, arguments, of_rows)[0]

@@ -98,15 +98,13 @@ def rounded_dtypes(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> set[
     return {dtype, *[t.dtype for t in tensors if t is not None and t.requires_grad]}
 
 
-def gradient_of(settings: Settings, dtypes: set[torch.dtype]) -> str:
-    """Return the mode that runs for :func:`rounded_dtypes`."""
+def gradient_of(settings: Settings) -> str:
+    """Return the mode that runs."""
     if settings.gradient != "auto":
         return settings.gradient
-    # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    waits = settings.reduction == "none" or torch.float16 in dtypes
     # With kept logits, backward has three products too, and gradients of the outputs as well.
-    waits = waits or (settings.asks_for_differentiable and settings.head.keep_logits != "none")
-    return "in_backward" if waits else "in_forward"
+    keeps = settings.asks_for_differentiable and settings.head.keep_logits != "none"
+    return "in_backward" if keeps or settings.reduction == "none" else "in_forward"
 
 
 def shape_of_tokens(hidden: Tensor, n_ranks: int, options: HeadOptions) -> tuple[int, ...]:
@@ -115,7 +113,7 @@ def shape_of_tokens(hidden: Tensor, n_ranks: int, options: HeadOptions) -> tuple
     return (first * n_ranks if options.sequence_parallel else first, *others)
 
 
-def bytes_of_chunk(arguments: Arguments, element_size: int) -> tuple[int, int]:
+def bytes_of_chunk(arguments: Arguments, element_size: int, scales: bool) -> tuple[int, int]:
     """Return the bytes of a chunk for each token and column, a teacher's logits included, and of an element of the
     weight's gradient: 4 if it stays fp32 until it is added or multiplied, 0 if it is not wanted.
     """
@@ -124,7 +122,7 @@ def bytes_of_chunk(arguments: Arguments, element_size: int) -> tuple[int, int]:
     logit_bytes = element_size + sum(states.dtype.itemsize for states in heads)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return logit_bytes, 0
-    stays_fp32 = arguments.main_grad is not None or arguments.expected_grad_output is not None
+    stays_fp32 = scales or arguments.main_grad is not None or arguments.expected_grad_output is not None
     return logit_bytes, 4 if stays_fp32 else min(weight.dtype.itemsize, 4)
 
 

@@ -27,11 +27,8 @@ MISFIT = (
 _misfits: deque[tuple[Tensor, Any]] = deque()  # flags on their way to the host, and the events of their arrival
 
 
-def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set[torch.dtype]) -> None:
-    """Raise unless ``factors`` is a tensor of one real number per token, with which forward may compute gradients.
-
-    ``dtypes`` are those that they are rounded to.
-    """
+def check_expected(factors: Any, tokens: Tokens, settings: Settings) -> None:
+    """Raise unless ``factors`` is a tensor of one real number per token, with which forward may compute gradients."""
     name, device = "expected_grad_output", tokens.tensor.device
     if not isinstance(factors, Tensor) or factors.is_complex():
         got = getattr(factors, "dtype", type(factors).__name__)
@@ -43,11 +40,6 @@ def check_expected(factors: Any, tokens: Tokens, settings: Settings, dtypes: set
     if (settings.reduction, settings.gradient) != ("none", "in_forward"):
         got = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
         raise ValueError(f"{name}: expected reduction='none' and gradient='in_forward', got {got}; pass those")
-    if torch.float16 in dtypes:
-        raise ValueError(
-            f"{name}: expected bf16 or fp32, because small gradients of fp16 would underflow before the loss scale "
-            "multiplies them, got fp16; use gradient='in_backward' without it"
-        )
 
 
 def factor_of(expected: Tensor, grad_output: Tensor, is_valid: Tensor) -> Tensor:

@@ -186,8 +186,10 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, grads: GradOutputs,
         divisor = divisor if count is None else count
     if linear.objective is None:
         grads = GradOutputs._make([None if each is None else cut(each, part.rows) for each in grads])
+        if linear.scale is not None:
+            divisor = linear.scale.reciprocal() if divisor is None else divisor / linear.scale
     else:
-        grads = linear.objective.fill_and_differentiate(part.rows, part_outputs)
+        grads = linear.objective.fill_and_differentiate(part.rows, part_outputs, linear.scale)
         targets = linear.objective.counted(targets, plan.options.ignore_index)
     assert part.stats is not None
     run.fill_gradient(plan, part.logits, (divisor, *part.stats), targets, grads, part.d_logits)
@@ -218,21 +220,29 @@ def _scale(
 
 
 def scaled_by_factor(
-    linear: LinearCall, gradients: Gradients, grad_output: Tensor, weight_dtype: torch.dtype
+    linear: LinearCall, gradients: Gradients, grad_output: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None]
 ) -> Gradients:
-    """Multiply the gradients of unreduced losses by what the expected grad_output lacks; the weight's is fp32 still."""
-    assert linear.expected is not None and linear.is_valid is not None
-    factor = factor_of(linear.expected, grad_output.reshape(-1), linear.is_valid)
+    """Multiply by what the expected grad_output lacks, or by the quotient of grad_output and forward's scale.
+
+    The gradients of weight and bias are fp32 still, and get their ``dtypes``.
+    """
+    factor = grad_output.reshape(-1)
+    if linear.expected is not None:
+        assert linear.is_valid is not None
+        factor = factor_of(linear.expected, factor, linear.is_valid)
+    if linear.scale is not None:
+        factor = factor / linear.scale
     if linear.overflow is not None:
         factor = factor * linear.overflow
     d_hidden, d_weight, d_bias = (None if grad is None else grad.detach() for grad in gradients)
-    for grad in (d_hidden, d_bias):
-        if grad is not None:
-            grad.mul_(factor)
+    if d_hidden is not None:
+        d_hidden.mul_(factor)
+    if d_bias is not None:
+        d_bias = torch.mul(d_bias, factor).to(dtypes[1])
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.addcmul_(d_weight, factor)
     elif d_weight is not None:
-        rounded = torch.empty_like(d_weight, dtype=weight_dtype)
+        rounded = torch.empty_like(d_weight, dtype=dtypes[0])
         d_weight = torch.mul(d_weight, factor, out=rounded)
     return d_hidden, d_weight, d_bias
 

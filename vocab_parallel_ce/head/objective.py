@@ -45,8 +45,8 @@ class Objective(NamedTuple):
     of_loss: str = "log_probs"  # what the loss is to the function; "divergence" without labels
 
 
-def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dtypes: set[torch.dtype]) -> None:
-    """Raise unless the objective can be called with the tokens' numbers; ``dtypes`` are those of gradients."""
+def check_objective(objective: Objective, tokens: Tokens, settings: Settings) -> None:
+    """Raise unless the objective can be called with the tokens' numbers."""
     function: Any = objective.function  # of any type, as are the tokens
     if not callable(function):
         got = type(function).__name__
@@ -69,12 +69,6 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings, dt
     checks.check_no_transforms(*by_name.values(), objective.num_items)
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
     checks.check_bool("check_objective", objective.is_checked)
-    if torch.float16 in dtypes:
-        raise ValueError(
-            "objective: expected products and gradients of bf16 or fp32, because small gradients of fp16 would "
-            "underflow before the loss scale multiplies them, got fp16; use linear_token_log_probs, "
-            "whose backward knows the scale"
-        )
 
 
 class RowObjective(NamedTuple):
@@ -97,9 +91,9 @@ class RowObjective(NamedTuple):
         except Exception as error:
             self._defer(error)
 
-    def fill_and_differentiate(self, rows: slice, outputs: TokenOutputs) -> GradOutputs:
-        """Do the same, and return the derivatives of :meth:`total` by the outputs."""
-        factor = self.factor.expand(rows.stop - rows.start)
+    def fill_and_differentiate(self, rows: slice, outputs: TokenOutputs, scale: Tensor | None) -> GradOutputs:
+        """Do the same, and return the derivatives of :meth:`total` by the outputs, times ``scale [1]``."""
+        factor = (self.factor if scale is None else self.factor * scale).expand(rows.stop - rows.start)
         try:
             values, grads = self._differentiated(rows, outputs, factor)
             if self.key is not None and self.key not in _checked:
@@ -305,7 +299,7 @@ def rows_of(
     if order is not None:
         tokens = {name: order.to_rows(numbers, 0) for name, numbers in tokens.items()}
         is_valid = order.to_rows(is_valid, False)
-    factor = torch.where(divisor == 0, 0.0, 1 / divisor.to(dtype))
+    factor = inverse(divisor.to(dtype))
     given = objective.num_items is not None
     if given:
         is_valid = is_valid & (divisor != 0)
@@ -314,6 +308,11 @@ def rows_of(
     key = key_of(objective.function) if objective.is_checked and not captures else None
     errors: list[Exception] | None = [] if verify.pending.get() is not None else None
     return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors, objective.of_loss)
+
+
+def inverse(divisor: Tensor) -> Tensor:
+    """Return ``1 / divisor``, 0 for a divisor of 0."""
+    return torch.where(divisor == 0, 0.0, 1 / divisor)
 
 
 def _differentiable(named: dict[str, Tensor]) -> dict[str, Tensor]:

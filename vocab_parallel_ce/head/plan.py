@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
@@ -32,7 +33,7 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import check_expected, warn_of_misfits
-from vocab_parallel_ce.head.objective import RowObjective, check_objective, rows_of
+from vocab_parallel_ce.head.objective import RowObjective, check_objective, inverse, rows_of
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Loss
@@ -67,6 +68,7 @@ class HeadPlan(NamedTuple):
     leaves_out: bool  # whether ignored tokens may be left out
     recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
     needs_gradient: bool  # one of the head's tensors does
+    scales: bool  # whether forward multiplies its gradients by what backward divides by
     is_one_program: bool  # whether forward, of one rank's only chunk with gradients, may be one program
     counts_in_launch: bool  # whether that counts a mean's valid tokens
     sequence_parallel: bool
@@ -86,6 +88,7 @@ class LinearCall(NamedTuple):
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
     expected: Tensor | None  # [N] fp32 grad_output of reduction "none", whose gradients forward computes; 0 if ignored
     objective: RowObjective | None  # of log-probabilities
+    scale: Tensor | None  # [1] fp32: what multiplies the gradients of forward until backward; None: 1
     n_kept: int  # number of rows whose logits are kept for backward
 
     @property
@@ -117,8 +120,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         check_memory(targets, tokens, settings)
         targets = prepare(targets, tokens, settings, plan)
     if objective is not None:
-        dtypes = rounded_dtypes(planned.dtype, local) if planned.needs_gradient else set()
-        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings, dtypes)
+        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
@@ -155,6 +157,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         parameter=parameter if main_grad is not None and hasattr(parameter, "grad_added_to_main_grad") else None,
         expected=expected,
         objective=row_objective,
+        scale=scale_of(hidden, divisor, expected, row_objective) if planned.scales else None,
         n_kept=0 if planned.keep_logits == "none" else kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
     )
     return linear, local, targets
@@ -193,7 +196,7 @@ def checked_head_plan(loss: Loss, arguments: Arguments, settings: Settings, posi
         checks.check_main_grad(main_grad, weight)
     check_gradient(settings, knows_grad_output=arguments.knows_grad_output)
     if expected_grad_output is not None:
-        check_expected(expected_grad_output, tokens, settings, rounded_dtypes(dtype, arguments.head))
+        check_expected(expected_grad_output, tokens, settings)
     planned = make_head_plan(loss, arguments, settings, dtype, tokens.shape, position)
     if settings.head.sequence_parallel and group is None:
         raise ValueError(
@@ -214,13 +217,15 @@ def make_head_plan(
     (hidden, weight, _), (rank, n_ranks) = arguments.head, position
     options, class_weight = settings.head, has_weights(arguments.targets)
     logits_dtype = options.logits_dtype or dtype
-    gradient = gradient_of(settings, rounded_dtypes(dtype, arguments.head))
+    gradient = gradient_of(settings)
+    scales = gradient == "in_forward" and torch.float16 in rounded_dtypes(dtype, arguments.head)
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
     shard = shard_of_rank(settings, weight.shape[0], rank, n_ranks, subject=WEIGHT)
     extras = {
         "expected_grad_output": arguments.knows_grad_output,
         "logits_dtype": logits_dtype != dtype,
+        "fp16": scales,
         "outputs with a gradient (gradient='in_forward' gives them none)": recomputes,
     }
     named = tuple(name for name, is_there in extras.items() if is_there)
@@ -233,7 +238,7 @@ def make_head_plan(
     width = -(-shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
     n_tokens, sequence_parallel = math.prod(shape), options.sequence_parallel and n_ranks > 1
-    by_default = default_tokens(hidden.shape[-1], *bytes_of_chunk(arguments, element_size))
+    by_default = default_tokens(hidden.shape[-1], *bytes_of_chunk(arguments, element_size, scales))
     sizes = n_tokens, hidden.shape[-1], width, element_size, kept_bytes
     chunk = chunk_of(options.chunk_size, keep_logits, *sizes, by_default)
     chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks) if sequence_parallel else chunk)
@@ -241,7 +246,7 @@ def make_head_plan(
     computes = needs_gradient and gradient == "in_forward" and not (recomputes or arguments.knows_grad_output)
     # To record a call keeps all that it makes, and a teacher's logits are large.
     has_teacher = loss.HeadTargets is not loss.Targets
-    is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not has_teacher
+    is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not (has_teacher or scales)
     mean_over = "weights" if class_weight else "rows"
     mean_over = mean_over if settings.reduction == "mean" else ""
     can_count = n_tokens <= plan.launchers.counted_rows and not takes_one_pass(plan, n_tokens)
@@ -258,11 +263,28 @@ def make_head_plan(
         leaves_out=options.valid_tokens is not None or (hidden.device.type == "cpu" and not sequence_parallel),
         recomputes=recomputes,
         needs_gradient=needs_gradient,
+        scales=scales,
         is_one_program=is_one_program,
         counts_in_launch=counts_in_launch,
         sequence_parallel=sequence_parallel,
         reduces=options.reduce_hidden_grad and n_ranks > 1,
     )
+
+
+def scale_of(hidden: Tensor, divisor: Tensor | None, expected: Tensor | None, objective: RowObjective | None) -> Tensor:
+    """Return ``[1]`` fp32, what multiplies fp16 gradients until backward: for a mean 16 times a power of two near N.
+
+    Those of 1 / N would underflow before a loss scale multiplies them. These are 16 to 32 times the derivative of a
+    token's own loss.
+    """
+    if objective is not None:
+        factor = objective.factor
+    elif expected is not None:
+        factor = F.pad(expected.abs(), (0, 1)).amax(0, keepdim=True)
+    else:
+        factor = hidden.new_ones(1) if divisor is None else inverse(divisor)
+    exponent = torch.frexp(factor.float()).exponent.clamp(-100, 100)
+    return torch.exp2((5 - exponent).float())
 
 
 def _divisor_of_weights(plan: Plan, targets: Any, group: Any) -> Tensor:

@@ -260,11 +260,11 @@ class Products:
         shape = longest, weight.shape[0]
         self.buffer = make(self.weight, *shape, dtype=linear.head.logits_dtype)
         self.d_buffer = make(self.weight, *shape, dtype=linear.head.dtype) if has_d_buffer else None
+        # A factor that only backward knows multiplies fp32 sums.
+        is_final = linear.expected is None and linear.scale is None
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
-            # A factor that only backward knows multiplies the fp32 sum.
-            is_final = main_grad is None and linear.expected is None
-            dtype = weight.dtype if is_final else torch.float32
+            dtype = weight.dtype if is_final and main_grad is None else torch.float32
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
@@ -274,7 +274,7 @@ class Products:
         self.d_bias = make(weight, weight.shape[0], dtype=torch.float32) if wanted[2] else None
         if self.d_bias is not None:
             step(Tensor.zero_, self.d_bias)
-        self.bias_dtype = weight.dtype if bias is None else bias.dtype
+        self.bias_dtype = bias.dtype if bias is not None and is_final else torch.float32
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield the rows, the hidden states and the logits of each chunk, and memory for the logits' gradient.

@@ -40,7 +40,8 @@ class OverHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, linear: LinearCall) -> Any:
-        ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
+        ctx.linear, ctx.handed_on, ctx.device = linear, False, hidden.device
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.kind, ctx.has_overwritten, ctx.refusal = type(targets), False, HANDED_ON
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
@@ -75,15 +76,16 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
     if of_loss_alone and not ctx.has_overwritten:
         assert grads.loss is not None
         ctx.has_overwritten, ctx.handed_on = True, not linear.head.recomputes
-        if linear.expected is None:
+        if linear.expected is None and linear.scale is None:
             gradients = loops.scaled(linear, computed, grads.loss)
         else:
-            gradients = loops.scaled_by_factor(linear, computed, grads.loss, ctx.weight_dtype)
+            gradients = loops.scaled_by_factor(linear, computed, grads.loss, ctx.dtypes)
     else:
         if not linear.head.recomputes:
             check_loss_alone(grads)
         local, divisor, kept, n = Head(*saved[:3]), saved[3], saved[4], 5 + len(plan.launchers.widths)
-        linear = linear._replace(call=Call(plan._replace(gradient="in_backward"), linear.call.group, divisor))
+        call = Call(plan._replace(gradient="in_backward"), linear.call.group, divisor)
+        linear = linear._replace(call=call, scale=None)
         if kept is not None:
             # A later backward recomputes the logits. Of ``data``, autograd counts no versions.
             kept, ctx.has_overwritten = None if ctx.has_overwritten else kept.data, True

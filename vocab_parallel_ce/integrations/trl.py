@@ -19,7 +19,6 @@ from torch import Tensor
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.objective import linear_objective
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.head.arguments import autocast_dtype
 from vocab_parallel_ce.integrations.log_probs import divergence_of, head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
 from vocab_parallel_ce.targets import Head, Teacher
@@ -33,7 +32,6 @@ LEFT = {
     f"outputs other than {', '.join(OUTPUTS)}": "this package has none of them",
     "temperature, logit_scale or softcap that is not positive": "this package refuses them",
     "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
-    "distillation in fp16": "an objective's small gradients would underflow",
 }
 _calls: Counter[str] = Counter()
 
@@ -116,15 +114,12 @@ class _Core:
         return record.log_probs, record.entropy, None if sums is None else sums.log(), mean, is_top1
 
 
-def _why_left_to_trl(
-    weights: tuple[Tensor, ...], scales: dict[str, Any], outputs: tuple[str, ...] = (), is_fp16: bool = False
-) -> str | None:
+def _why_left_to_trl(weights: tuple[Tensor, ...], scales: dict[str, Any], outputs: tuple[str, ...] = ()) -> str | None:
     """Return the first of ``LEFT`` that holds, or None."""
     holds = (
         not set(outputs) <= set(OUTPUTS),
         not all(scale is None or scale > 0 for scale in scales.values()),
         any(hasattr(weight, "ds_id") for weight in weights),
-        is_fp16,
     )
     return next((reason for reason, is_so in zip(LEFT, holds, strict=True) if is_so), None)
 
@@ -166,8 +161,7 @@ def _chunked_divergence_loss(
     scales = {"temperature": temperature, "student": student_logit_scale, "teacher": teacher_logit_scale}
     caps = {"cap": student_final_logit_softcapping, "teacher's": teacher_final_logit_softcapping}
     heads = student_lm_head_weight, teacher_lm_head_weight
-    dtypes = {student_hidden_states.dtype, student_lm_head_weight.dtype, autocast_dtype(student_hidden_states)}
-    reason = _why_left_to_trl(heads, scales | caps, is_fp16=torch.float16 in dtypes)
+    reason = _why_left_to_trl(heads, scales | caps)
     _calls[reason or "distillation"] += 1
     if reason:
         original: Any = _switch.original(DIVERGENCE)

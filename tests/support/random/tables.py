@@ -178,7 +178,6 @@ def allowed(case: Case) -> bool:
     return not (
         (is_weighted and "mean_logit" in case.get("outputs", ()))
         or (both(reduction="none") and any_of("num_items", 7, TENSOR))
-        or (both(reduction="none", gradient="in_forward", dtype=torch.float16) and "layout" not in case)
         or (
             both(reduction="none", gradient="in_forward", is_module=True) and "layout" not in case
         )  # expected_grad_output
@@ -186,8 +185,7 @@ def allowed(case: Case) -> bool:
         or (both(labels=False) and any_of("hard_weight", 0.3, 1.0))
         or (both(labels=False) and both(int32=True))
         or (both(trains="hidden", main_grad=True))
-        or (both(in_objective=True, dtype=torch.float16))  # refused
-        or (both(in_linear_objective=True) and (both(dtype=torch.float16) or both(reduction="none")))
+        or both(in_linear_objective=True, reduction="none")
         or (both(autocast=True) and any_of("dtype", torch.bfloat16, torch.float16))
     )
 

@@ -135,7 +135,7 @@ def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keyword
         return None
     keywords = keywords | {"logit_scale": recorded.logit_scale, "sequence_parallel": head.layer.sequence_parallel}
     expected, is_auto = None, keywords.pop("gradient", "auto") == "auto"
-    if is_auto and head.requires_grad and lazy.dtype != torch.float16:
+    if is_auto and head.requires_grad:
         expected = head.call.mask_of_head(labels, head.number)
     if expected is not None:
         keywords["gradient"] = "in_forward"
