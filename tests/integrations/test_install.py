@@ -12,7 +12,10 @@ from vocab_parallel_ce.integrations.rebind import Switch
 
 pytestmark = pytest.mark.reference
 CORE, TITAN, TRL = "megatron.core", "torchtitan.components.loss", "trl.trainer.utils"
-TRL_DIVERGENCE = "trl.trainer.distillation_trainer._chunked_divergence_loss"
+TRL_DIVERGENCES = (
+    "trl.trainer.distillation_trainer._chunked_divergence_loss",
+    "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",
+)
 LANGUAGE_MODULE = f"{CORE}.models.common.language_module.language_module"
 SOURCES = {  # a framework, and a script of its user
     "shop.core": """
@@ -82,7 +85,7 @@ INSTALLED = {
         )
     ),
     "trl": Installed(
-        (f"{TRL}._ChunkedLogProbFunction", f"{TRL}.DTensor", TRL_DIVERGENCE),
+        (f"{TRL}._ChunkedLogProbFunction", f"{TRL}.DTensor", *TRL_DIVERGENCES),
         version=r"trl: expected the fused head of TRL 1\.16, got another in TRL 1\.",
     ),
     "torchtitan": Installed(

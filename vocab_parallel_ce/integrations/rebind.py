@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -169,14 +170,17 @@ class Switch:
                 f"{module}.{path}: expected the parameters of {self.version}, {expected}, "
                 f"got {got or 'no such name'}; install that version, or call this package's functions yourself"
             )
-        return Rebound(target, old, copy_of(stand_in), [(owner, name)])
+        new = copy_of(stand_in)
+        return Rebound(target, old, staticmethod(new) if isinstance(old, staticmethod) else new, [(owner, name)])
 
 
 def _owner(target: str) -> tuple[Any, str]:
     """Return the module or class that a target is of, None if there is no such class, and its name there."""
     module, _, path = target.partition(":")
     *classes, name = path.split(".")
-    owner: Any = importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an unstable module, which its user imports too
+        owner: Any = importlib.import_module(module)
     for part in classes:
         owner = getattr(owner, part, None)
     return owner, name

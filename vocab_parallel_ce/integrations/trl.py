@@ -2,8 +2,9 @@
 
 The trainers of TRL 1.16 take the log-probabilities of the labels, and more, from one autograd Function, which the
 forward of ``trl.trainer.utils.add_fused_lm_head`` calls. :func:`install` replaces that Function, also for models that
-have this forward already. A head that tensor parallelism cut stays cut: TRL gathers its weight. ``DistillationTrainer``
-has one function of the hidden states and heads of student and teacher, which it replaces too.
+have this forward already. A head that tensor parallelism cut stays cut: TRL gathers its weight. It also replaces the
+divergences of ``DistillationTrainer``, a function of the hidden states and heads of student and teacher, and of
+``trl.experimental.gkd.GKDTrainer``, one of both logits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce.api.distillation import distillation_loss
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.objective import linear_objective
 from vocab_parallel_ce.dtensor import is_dtensor
@@ -25,14 +27,17 @@ from vocab_parallel_ce.targets import Head, Teacher
 
 CORE = "trl.trainer.utils:_ChunkedLogProbFunction"
 DIVERGENCE = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
+GKD = "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss"
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "predictions"}
+NOT_REDUCED = "GKD's reductions except batchmean and sum"
 LEFT = {
     f"outputs other than {', '.join(OUTPUTS)}": "this package has none of them",
     "temperature, logit_scale or softcap that is not positive": "this package refuses them",
     "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
 }
+_left = LEFT | {NOT_REDUCED: "this package has a number for each token, not for each of its logits"}
 _calls: Counter[str] = Counter()
 
 
@@ -194,6 +199,29 @@ def _chunked_divergence_loss(
     return loss, found.entropy.sum(), (completion_mask != 0).sum()
 
 
+def _generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    num_items_in_batch: Any = None,
+) -> Tensor:
+    """Return the divergence of the tokens that count, fp32, without another tensor of the logits' size."""
+    if num_items_in_batch is None and reduction not in ("batchmean", "sum"):
+        _calls[NOT_REDUCED] += 1
+        own: Any = _switch.original(GKD)
+        result: Tensor = own(student_logits, teacher_logits, labels, beta, temperature, reduction)
+        return result
+    _calls["GKD"] += 1
+    is_mean = num_items_in_batch is None and reduction == "batchmean"
+    if is_mean and labels is None:
+        is_mean, num_items_in_batch = False, max(len(student_logits), 1)
+    options = divergence_of(beta) | {"reduction": "mean" if is_mean else "sum", "num_items": num_items_in_batch}
+    return distillation_loss(student_logits, teacher_logits.detach(), labels=labels, temperature=temperature, **options)
+
+
 def _stand_in(core: Any) -> Any:
     """Return what stands for TRL's Function, if that has the parameters of TRL 1.16."""
     expected = [*inspect.signature(_Core.apply).parameters]
@@ -208,9 +236,10 @@ _switch = Switch(
     {
         CORE: Around(_stand_in, everywhere=False),
         DIVERGENCE: _chunked_divergence_loss,
+        GKD: _generalized_jsd_loss,
         "trl.trainer.utils:DTensor": Around(lambda _: _NoTensor, everywhere=False),
     },
-    LEFT,
+    _left,
     _calls,
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
