@@ -232,9 +232,11 @@ def test_a_check_finds_functions_that_mix_divergences(impl_device):
         lambda log_probs=None, *, divergence, **_: divergence - divergence.mean(),
         lambda log_probs=None, *, divergence, **_: divergence * divergence.max().detach(),
     ):
-        for options in with_or_without(calls):
-            with pytest.raises(ValueError, match="objective: .*mixes tokens"):
-                calls.loss(mixing, **options)
+        heads = calls.hidden.detach(), calls.weight.detach(), calls.bias.detach()
+        for teacher in (calls.teacher, Teacher(*heads)):  # of a student that is its teacher all divergences are 0
+            for options in with_or_without(calls):
+                with pytest.raises(ValueError, match="objective: .*mixes tokens"):
+                    calls.loss(mixing, teacher=teacher, **options)
 
 
 def test_chunks_and_leading_dimensions(impl_device):

@@ -194,8 +194,19 @@ class RowObjective(NamedTuple):
                 _checked.clear()
             _checked.add(self.key)
 
+    def _moved(self, outputs: TokenOutputs, rows: Tensor, factor: float, step: Tensor) -> TokenOutputs:
+        """Return outputs with other log-probabilities and divergences in ``rows [n]``: ``factor`` times, and a step."""
+
+        def moved(output: Tensor, sign: int) -> Tensor:
+            changed = factor * output + sign * _along_rows(step, output)
+            return torch.where(_along_rows(rows, output), changed, output)
+
+        sign = -1 if self.of_loss == "log_probs" else 1  # no log-probability is positive, and no divergence negative
+        divergence = None if outputs.divergence is None else moved(outputs.divergence, 1)
+        return outputs._replace(loss=moved(outputs.loss, sign), divergence=divergence)
+
     def _check_each_changed(self, outputs: TokenOutputs) -> None:
-        """Raise unless a row has the same number and derivative if every second row gets far log-probabilities.
+        """Raise unless a row has the same number and derivative if every second row gets far numbers of its own.
 
         Each row stays at its place, so that even rounding is the same.
         """
@@ -203,10 +214,12 @@ class RowObjective(NamedTuple):
         values, grads = self._differentiated(rows, outputs, ones)
         for first in range(2):
             own = slice(first, None, 2)
-            for far in (0.01 * outputs.loss, 4 * outputs.loss - 5):  # no log-probability is positive
-                far[own] = outputs.loss[own]
+            is_far = torch.ones_like(ones, dtype=torch.bool)
+            is_far[own] = False
+            for factor, step in ((0.01, 0.0 * ones), (4.0, 5 * ones)):
+                far = self._moved(outputs, is_far, factor, step)
                 try:
-                    others, of_others = self._differentiated(rows, outputs._replace(loss=far), ones)
+                    others, of_others = self._differentiated(rows, far, ones)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception:  # it may refuse such numbers
@@ -219,8 +232,8 @@ class RowObjective(NamedTuple):
         """Raise unless every second row has the same number and derivative alone, and so have the rows between."""
         ones = outputs.loss.new_ones(len(outputs.loss))
         spread = torch.arange(len(ones), device=ones.device, dtype=ones.dtype) * 0.6180339887 % 1
-        # As they are, a policy may be its own reference, which hides a mean of their difference.
-        outputs = outputs._replace(loss=outputs.loss - 0.5 * _along_rows(spread, outputs.loss))
+        # As they are, a policy may be its own reference, or its teacher, which hides a mean of their difference.
+        outputs = self._moved(outputs, spread >= 0, 1.0, 0.5 * spread)
         values, grads = self._differentiated(rows, outputs, ones)
         # Of other weights no sum of two rows is a multiple of one. A power of two rounds nothing.
         weights = 2.0 ** (4 * spread).floor()
