@@ -44,13 +44,14 @@ def loss_and_targets(
         n_columns = tokens.shape[-1] * group_position(group)[1] if weight is None else rows_of_all(weight, group)
         check_given_ids(labels, tokens, n_columns, settings, threshold, group)
         return GIVEN_IDS, Ids(labels, temperature)
-    check_threshold(threshold, settings)
+    if threshold is not None:
+        check_threshold(settings)
     return LABELS, Labels(labels, None, temperature, threshold)
 
 
-def check_threshold(threshold: Tensor | None, settings: Settings) -> None:
-    """Raise ValueError if excluded logits come with their mean."""
-    if threshold is not None and "mean_logit" in settings.outputs:
+def check_threshold(settings: Settings) -> None:
+    """Raise ValueError if the mean of logits is asked for, of which a threshold excludes some."""
+    if "mean_logit" in settings.outputs:
         raise ValueError("outputs: expected no 'mean_logit' with a threshold, which excludes logits, got both")
 
 

@@ -114,7 +114,8 @@ def linear_objective(
     if teacher is None:
         loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)
     else:
-        check_threshold(threshold, settings)
+        if threshold is not None:
+            check_threshold(settings)
         loss, targets = DIVERGENCE, TeacherHead(*teacher_head(teacher, group), labels, tensor, threshold)
         name = name if settings.negated else "divergence"
     of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective, name)
