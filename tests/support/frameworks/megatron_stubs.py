@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.ranks.pools import device_of
+from tests.support.ranks.pools import device_of, groups_of_its_own
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TransformerEngine and Apex are not installed
@@ -82,6 +82,8 @@ def megatron_ranks(rank: int, group: Any, tensor_parallel_size: int, **sizes: in
                 stack.enter_context(patch.object(torch.cuda, name, stub))
             stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": nullcontext()))
         stack.enter_context(patch.object(WrappedTorchNorm, "__new__", norm))
+        if is_cpu:
+            stack.enter_context(groups_of_its_own())
         parallel_state.initialize_model_parallel(tensor_parallel_size, **sizes)
         if not is_cpu:
             tensor_parallel.model_parallel_cuda_manual_seed(0)

@@ -17,7 +17,7 @@ import time
 import traceback
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 from torch.utils._pytree import tree_map
 
 from tests.support.host.lanes import this_host
@@ -217,6 +218,17 @@ def subgroups(*member_sets: Sequence[int]) -> list[Any]:
         if members not in _groups:
             _groups[members] = dist.new_group(list(members))
     return [_groups[tuple(members)] for members in member_sets]
+
+
+@contextlib.contextmanager
+def groups_of_its_own() -> Iterator[None]:
+    """In a rank: end the groups that are made in the context. A thread of each wakes a hundred times a second."""
+    before = [*_world.pg_map]
+    yield
+    dist.barrier()  # another rank may still connect to one of them
+    for group in [*_world.pg_map]:
+        if group not in before:
+            dist.destroy_process_group(group)
 
 
 def device_of(rank: int, group: Any) -> torch.device:
