@@ -134,7 +134,7 @@ def test_a_sparse_result_is_refused(impl_device):
         Objectives(impl_device).loss(lambda log_probs, **_: log_probs.to_sparse())
 
 
-SMALL, LOSS_SCALE = 1e-7, 2.0**20  # what multiplies each token's loss, and what backward multiplies them by
+SMALL, LOSS_SCALE = 1e-9, 2.0**27  # what multiplies each token's loss, and what backward multiplies them by
 
 
 def of_many(hidden, weight, labels, **options):
@@ -155,7 +155,7 @@ def of_expected_factors(hidden, weight, labels, **options):
 @pytest.mark.parametrize("autocast", [torch.bfloat16, HALF])
 @pytest.mark.parametrize("loss", [of_many, of_an_objective, of_expected_factors])
 def test_small_gradients_of_fp16_wait_for_the_loss_scale(impl_device, dtypes, autocast, loss):
-    """In three matmuls: 1e-7 is 0 in fp16, and only backward knows the loss scale."""
+    """In three matmuls: 1e-9 is 0 in fp16, and only backward knows the loss scale."""
     case = Objectives(impl_device)
     if impl_device[1] == "cpu" and autocast == HALF and not torch.amp.is_autocast_available("cpu"):
         pytest.skip("no autocast")
@@ -168,6 +168,27 @@ def test_small_gradients_of_fp16_wait_for_the_loss_scale(impl_device, dtypes, au
     for value, expected in zip(found, torch.autograd.grad(truth * SMALL * LOSS_SCALE, exact), strict=True):
         torch.testing.assert_close(value.double(), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
     assert len(matmuls) == 3
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("of_entropy", [False, True])
+def test_sums_of_fp16_gradients_are_not_rounded_before_the_loss_scale(of_entropy):
+    """Of the weight and the bias: 16 times the sum over 9000 tokens is infinite in fp16."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).half() for shape in ((9000, 4), (7, 4), (7,))]
+    leaves[0][:, 0] = 1.0  # so that the weight's gradient has a sum, too
+    labels, found = torch.zeros(9000, dtype=torch.int64), []
+    for dtype in (HALF, torch.float64):
+        hidden, weight, bias = each = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        if dtype == HALF:
+            record = linear_cross_entropy(hidden, weight, labels, bias=bias, outputs=("entropy",))
+            loss, entropy = record.loss, record.entropy
+        else:
+            log_p = (hidden @ weight.t() + bias).log_softmax(-1)
+            loss, entropy = -log_p[:, 0].mean(), -(log_p.exp() * log_p).sum(-1)
+        found.append(torch.autograd.grad(1024.0 * (loss + entropy.mean() if of_entropy else loss), each))
+    for value, truth in zip(*found, strict=True):
+        assert float((value.double() - truth).abs().max()) <= 2e-3 * float(truth.abs().max())
 
 
 @pytest.mark.reference

@@ -37,6 +37,7 @@ NUMBERS = "tests/test_random_calls.py tests/test_edges.py tests/kernels tests/co
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/test_random_calls.py tests/soft"
 OF_TEACHERS = "tests/soft/test_teacher.py"
+OF_FP16 = "tests/linear/test_objective_kinds.py"
 OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
 OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
@@ -67,7 +68,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
-    "head/objective": f"-m 'reference or gloo' tests/linear/test_objective.py {OF_TEACHERS}",
+    "head/objective": f"-m 'reference or gloo' tests/linear/test_objective.py {OF_TEACHERS} {OF_FP16}",
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/nemo": "tests/integrations/test_drop_ins.py tests/integrations/test_nemo.py",
