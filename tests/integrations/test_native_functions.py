@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from vocab_parallel_ce import integrations
 from vocab_parallel_ce.integrations import nemo_automodel, openrlhf, skyrl, swift, verl
 
 VERL, VERL_SHARDS = "verl.utils.torch_functional", "verl.utils.megatron.tensor_parallel"
+VERL_DISTILLATION = "verl.trainer.distillation.megatron.losses"
 PPO, VERL_KERNEL = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
 OPENRLHF, NEMO_RL = "openrlhf.models.utils", "nemo_rl.distributed.model_utils"
 AUTOMODEL = f"{nemo_automodel.LOSSES}.loss"
@@ -73,6 +75,45 @@ def _nemo_head(rank, group):
     actual = _outcome([hidden, weight], F.pad(log_probs, (0, 1)), grads=inputs.grads)
     dist.all_reduce(actual.grads[0], group=group)
     return [actual]
+
+
+def _pair_of_shards(rank, group):
+    """A student's and a teacher's columns, and the teacher's own log-probabilities and ids at its top 4."""
+    student, whole_teacher = (rl.policy(kind=kind) for kind in ("peaked", "confident"))
+    values, ids = (each.to(device_of(rank, group)) for each in whole_teacher.leaves[0].log_softmax(-1).topk(4))
+    student, teacher = (rl.shards(inputs, rank, group) for inputs in (student, whole_teacher))
+    return student, teacher.leaves[0], values, ids
+
+
+def _nemo_distillation(rank, group):
+    """Over the top k with the entropy, of a draft model, and NeMo-RL 0.8's over all columns."""
+    utils, (inputs, teacher, values, ids), actual = rl.real_module(NEMO_RL), _pair_of_shards(rank, group), []
+    (leaf,) = rl.leaves_of(inputs)
+    place = {"vocab_parallel_rank": rank, "vocab_parallel_group": group}
+    outputs = utils.get_distillation_topk_logprobs_from_logits(leaf * 1, values, ids, True, True, **place)
+    rl.backward([outputs[0], outputs[2]], [inputs.grads[0][:, :-1, None] * values[:, :-1], inputs.grads[1][:, :-1]])
+    actual += [*(each.detach() for each in outputs), leaf.grad]
+    for name, arguments in (("DistributedCrossEntropy", ()), ("ChunkedDistributedReverseKLToFixedLogits", (3,))):
+        if hasattr(utils, name):
+            (leaf,) = rl.leaves_of(inputs)
+            losses = getattr(utils, name).apply(leaf * 1, teacher, *arguments, group, False)
+            rl.backward([losses], inputs.grads[:1])
+            actual += [losses.detach(), leaf.grad]
+    return actual
+
+
+def _verl_distillation(rank, group):
+    """Of packed sequences, as verl's Megatron engine calls it."""
+    function = rl.real_module(VERL_DISTILLATION).compute_forward_kl_topk
+    (inputs, _, values, ids), actual = _pair_of_shards(rank, group), []
+    nested = [torch.nested.as_nested_tensor(list(each), layout=torch.jagged) for each in (values, ids)]
+    for clamp in (None, -3.0):
+        (leaf,) = rl.leaves_of(inputs)
+        config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=clamp))
+        found = function((leaf * 1).flatten(0, 1)[None], *nested, config, "thd")
+        rl.backward([found["distillation_losses"]], [inputs.grads[0].reshape(1, -1)])
+        actual += [*(each.detach() for each in found.values()), leaf.grad]
+    return actual
 
 
 def _skyrl(rank, group):
@@ -176,6 +217,8 @@ class Case(NamedTuple):
 
 CASES = {
     "verl": Case("verl", VERL_SHARDS, _verl, rl.policy(kind="peaked")),
+    "verl, distillation": Case("verl", VERL_DISTILLATION, _verl_distillation),
+    "NeMo-RL, distillation": Case("nemo_rl", NEMO_RL, _nemo_distillation),
     "NeMo-RL": Case("nemo_rl", NEMO_RL, _nemo_logits, rl.without_the_last(rl.policy(kind="confident"))),
     "NeMo-RL, head": Case("nemo_rl", NEMO_RL, _nemo_head, rl.without_the_last(rl.policy(kind="confident", head=True))),
     "SkyRL": Case("skyrl", skyrl.MODULE, _skyrl),

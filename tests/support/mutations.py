@@ -42,6 +42,7 @@ OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
 OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
 OF_TARGETS = "tests/linear/test_edges.py tests/test_edges.py tests/soft tests/ranks/test_no_columns.py"
+OF_DROP_INS = "tests/integrations/test_drop_ins.py tests/integrations/test_rl_distillation.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 PROGRAMS = "tests/kernels/test_programs.py tests/logits/test_plans.py"
@@ -71,7 +72,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "head/objective": f"-m 'reference or gloo' tests/linear/test_objective.py {OF_TEACHERS} {OF_FP16}",
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
-    "integrations/nemo": "tests/integrations/test_drop_ins.py tests/integrations/test_nemo.py",
+    "integrations/nemo": f"{OF_DROP_INS} tests/integrations/test_nemo.py",
     "integrations/rebind": "tests/integrations/test_install.py",
     "integrations/trl": "tests/integrations/test_trl.py",
     "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
@@ -79,7 +80,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "integrations/torchtitan": "tests/integrations/test_torchtitan.py",
     **dict.fromkeys(
         (f"integrations/{name}" for name in ("verl", "openrlhf", "swift", "skyrl", "log_probs")),
-        "tests/integrations/test_drop_ins.py",
+        OF_DROP_INS,
     ),
     "integrations/": "tests/integrations",
     "shard": f"tests/core/test_shard.py {RANKS}",

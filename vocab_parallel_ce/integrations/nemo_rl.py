@@ -1,9 +1,11 @@
-"""NeMo-RL's log-probabilities on shards of the vocabulary, computed by this package: on request, and undoable.
+"""NeMo-RL's log-probabilities and distillation on shards of the vocabulary: on request, and undoable.
 
 The functions and classes have the names, parameters, shapes and dtypes of NeMo-RL 0.7. :func:`install` replaces the
-cores ``DistributedLogprob`` and ``ChunkedDistributedLogprob``, those of the same names with ``WithSampling``, and
-``from_parallel_hidden_states_to_logprobs``. So NeMo-RL's own functions, which roll and cut the targets, gather over
-context parallelism and unpack sequences, stay as they are and call them.
+cores ``DistributedLogprob`` and ``ChunkedDistributedLogprob``, those of the same names with ``WithSampling``,
+``from_parallel_hidden_states_to_logprobs``, and for distillation ``ChunkedDistributedGatherLogprob``,
+``ChunkedDistributedEntropy`` and ``DistributedCrossEntropy``. So NeMo-RL's own functions, which roll and cut the
+targets, gather over context parallelism and unpack sequences, stay as they are and call them. Tested is 0.7.0; of 0.8,
+which is not released, ``ChunkedDistributedReverseKLToFixedLogits`` was read in main, after pull request 3978.
 
 What differs: a target of -100 has log-probability 0 and exactly no gradient; another target outside the vocabulary
 gives NaN, where NeMo-RL returns 0 with a gradient. Ranks whose shards are not equal are refused. Of logits that are
@@ -19,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vocab_parallel_ce.api.distillation import distillation_loss
 from vocab_parallel_ce.api.heads import linear_token_log_probs
-from vocab_parallel_ce.api.logits import token_log_probs
+from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.api.sampling import sampling_threshold
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.integrations.log_probs import (
@@ -30,7 +33,7 @@ from vocab_parallel_ce.integrations.log_probs import (
     head_options,
     whole_group,
 )
-from vocab_parallel_ce.integrations.rebind import Switch
+from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
 
 
 class DistributedLogprobWithSampling:
@@ -97,6 +100,51 @@ class ChunkedDistributedLogprobWithSampling:
         """Return what :class:`DistributedLogprobWithSampling` does, which needs no memory that chunks would save."""
         kept = top_k, top_p, inference_only
         return DistributedLogprobWithSampling.apply(vocab_parallel_logits, target, tp_group, *kept)
+
+
+class _ChunkedDistributedGatherLogprob:
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return ``[..., k]`` fp32 log-probabilities of ``k`` ids per token, as many as there are columns excepted."""
+        columns = vocab_start_index, vocab_end_index
+        return DistributedLogprob.apply(vocab_parallel_logits, global_indices, *columns, tp_group, inference_only)
+
+
+class _ChunkedDistributedEntropy:
+    @staticmethod
+    def apply(vocab_parallel_logits: Tensor, chunk_size: int, tp_group: Any, inference_only: bool = False) -> Tensor:
+        """Return ``[...]`` fp32 ``sum_i p_i log p_i``: minus the entropy, as NeMo-RL's does."""
+        with torch.no_grad() if inference_only else nullcontext():
+            return -output_of("entropy", vocab_parallel_logits, whole_group(tp_group))
+
+
+class _DistributedCrossEntropy:
+    @staticmethod
+    def apply(student_logits: Tensor, target_logits: Tensor, group: Any, inference_only: bool = False) -> Tensor:
+        """Return ``[...]`` fp32 ``-sum_i t_i log s_i``: KL(t || s), and the entropy of ``t``, which has no gradient."""
+        entropy = output_of("entropy", target_logits.detach(), whole_group(group))
+        return _divergence("forward", student_logits, target_logits, group, inference_only) + entropy
+
+
+class _ChunkedDistributedReverseKLToFixedLogits:
+    @staticmethod
+    def apply(student: Tensor, teacher: Tensor, chunk_size: int, tp_group: Any, inference_only: bool = False) -> Tensor:
+        """Return ``[...]`` fp32 KL(student || teacher), for NeMo-RL 0.8's ``on_policy_distillation.full``."""
+        return _divergence("reverse", student, teacher, tp_group, inference_only)
+
+
+def _divergence(divergence: str, student: Tensor, teacher: Tensor, group: Any, inference_only: bool) -> Tensor:
+    options: dict[str, Any] = {"divergence": divergence, "reduction": "none", "gradient": "out_of_place"}
+    with torch.no_grad() if inference_only else nullcontext():
+        return distillation_loss(student, teacher.detach(), group=whole_group(group), **options)
 
 
 def from_parallel_logits_to_logprobs(
@@ -191,7 +239,17 @@ _switch = Switch(
         f"{_MODULE}:DistributedLogprobWithSampling": DistributedLogprobWithSampling,
         f"{_MODULE}:ChunkedDistributedLogprobWithSampling": ChunkedDistributedLogprobWithSampling,
         f"{_MODULE}:from_parallel_hidden_states_to_logprobs": from_parallel_hidden_states_to_logprobs,
+        f"{_MODULE}:ChunkedDistributedGatherLogprob": _ChunkedDistributedGatherLogprob,
+        f"{_MODULE}:ChunkedDistributedEntropy": _ChunkedDistributedEntropy,
+        f"{_MODULE}:DistributedCrossEntropy": _DistributedCrossEntropy,
+        f"{_MODULE}:ChunkedDistributedReverseKLToFixedLogits": Around(
+            lambda _: copy_of(_ChunkedDistributedReverseKLToFixedLogits), optional=True
+        ),
     },
-    {"context parallelism and packed sequences": "they are NeMo-RL's code around these functions"},
+    {
+        "context parallelism and packed sequences": "they are NeMo-RL's code around these functions",
+        "logits at a teacher's top k": "NeMo-RL's zero_outside_topk=False reads these alone",
+        "divergences between tokenizers": "they take the log-probabilities of all columns",
+    },
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
