@@ -243,12 +243,10 @@ def make_head_plan(
     chunk = chunk_of(options.chunk_size, keep_logits, *sizes, by_default)
     chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks) if sequence_parallel else chunk)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head)
-    computes = needs_gradient and gradient == "in_forward" and not (recomputes or arguments.knows_grad_output)
     # To record a call keeps all that it makes, and a teacher's logits are large.
-    has_teacher = loss.HeadTargets is not loss.Targets
-    is_one_program = computes and n_ranks == 1 and len(chunks) == 1 and not (has_teacher or scales)
-    mean_over = "weights" if class_weight else "rows"
-    mean_over = mean_over if settings.reduction == "mean" else ""
+    has_more = loss.HeadTargets is not loss.Targets or recomputes or scales or arguments.knows_grad_output
+    is_one_program = needs_gradient and gradient == "in_forward" and n_ranks == len(chunks) == 1 and not has_more
+    mean_over = ("weights" if class_weight else "rows") if settings.reduction == "mean" else ""
     can_count = n_tokens <= plan.launchers.counted_rows and not takes_one_pass(plan, n_tokens)
     counts_in_launch = is_one_program and mean_over == "rows" and options.valid_tokens is None and can_count
     return HeadPlan(
