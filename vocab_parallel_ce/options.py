@@ -102,7 +102,7 @@ class HeadOptions:
     Args:
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for reduction ``"none"``
             only with ``expected_grad_output``. ``"in_backward"``: backward recomputes the logits, and may run again.
-            ``"auto"``: in_forward for mean and sum of bf16 and fp32, otherwise in_backward. With outputs that have a
+            ``"auto"``: in_forward for mean and sum, but not for fp16 with class weights. With outputs that have a
             gradient, ``"auto"`` also keeps ``4 * K * R`` bytes per token, ``hidden`` and ``weight``: if backward gets
             a gradient of an output, or runs again, it recomputes the logits. ``"in_forward"`` raises then.
         impl, check_labels: as in :func:`vocab_parallel_cross_entropy`.

@@ -192,6 +192,33 @@ def test_sums_of_fp16_gradients_are_not_rounded_before_the_loss_scale(of_entropy
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize(("gradient", "reduction"), [("auto", "mean"), ("auto", "sum"), ("in_forward", "mean")])
+@pytest.mark.parametrize("weight_of_all", [1e-8, 5e3])
+def test_class_weights_that_are_equal_change_nothing_in_fp16(gradient, reduction, weight_of_all):
+    """Those of a sum multiply it."""
+    case = Objectives(("reference", "cpu"))
+    leaves = [leaf.detach().half().requires_grad_() for leaf in (case.hidden, case.weight)]
+    weights, found = torch.full((len(case.weight),), weight_of_all), []
+    for options in ({}, {"class_weight": weights}):
+        loss = linear_cross_entropy(*leaves, case.labels, gradient=gradient, reduction=reduction, **options)
+        scale = 8 / weight_of_all if options and reduction == "sum" else 8
+        found.append(torch.autograd.grad(scale * loss, leaves))
+    for value, right in zip(*found, strict=True):
+        torch.testing.assert_close(value, right, rtol=0, atol=2e-3 * float(right.abs().max()))
+
+
+@pytest.mark.reference
+def test_losses_and_outputs_of_fp16_have_backwards_of_their_own():
+    case = Objectives(("reference", "cpu"))
+    leaves = [leaf.detach().half().requires_grad_() for leaf in (case.hidden, case.weight)]
+    record = linear_cross_entropy(*leaves, case.labels, outputs=("entropy",))
+    both = torch.autograd.grad(record.loss + record.entropy.mean(), leaves, retain_graph=True)
+    first = torch.autograd.grad(record.loss, leaves, retain_graph=True)
+    for value, *parts in zip(both, first, torch.autograd.grad(record.entropy.mean(), leaves), strict=True):
+        torch.testing.assert_close(sum(parts), value, rtol=0, atol=2e-3 * float(value.abs().max()))
+
+
+@pytest.mark.reference
 def test_the_pages_algorithms_survive_far_log_probabilities():
     """An exponential of more than 88 is infinite in fp32, and a clamp after it gives 0 * inf."""
     names: dict[str, object] = {}

@@ -226,6 +226,19 @@ def test_vocabularies_that_differ_in_padding(impl_device, kind):
                 calls.loss(teacher=teacher, vocab_size=size, **options)
 
 
+def test_an_infinite_divergence_that_does_not_count_has_no_gradient(impl_device):
+    """Of a teacher that excludes a column, and a mask in place of labels."""
+    calls = Calls(impl_device, "reverse")
+    bias = calls.teacher.bias.clone()
+    bias[3] = -torch.inf
+    teacher, mask = calls.teacher._replace(bias=bias), {"kept": torch.zeros(TOKENS, device=calls.device)}
+    masked = calls.loss(
+        lambda divergence, kept: torch.where(kept > 0, divergence, 0.0), labels=None, tokens=mask, teacher=teacher
+    )
+    assert masked[1].divergence.isinf().all() and masked[0] == 0
+    assert not any(gradient.any() for gradient in torch.autograd.grad(masked[0], calls.leaves))
+
+
 def test_a_check_finds_functions_that_mix_divergences(impl_device):
     calls = Calls(impl_device)
     for mixing in (

@@ -59,7 +59,7 @@ def linear_objective(
     all_gather.
 
     Args:
-        hidden, weight, labels: as in :func:`linear_cross_entropy`; the products are bf16 or fp32.
+        hidden, weight, labels: as in :func:`linear_cross_entropy`.
         objective: called as ``objective(log_probs, entropy=..., advantage=...)`` with what ``outputs`` and ``tokens``
             name, ``[n]`` each, of some of the tokens in any order. Returns ``[n]``, of each token from its own numbers
             alone, in operations of PyTorch, outside of autocast. It gets copies. Values of ignored tokens do not

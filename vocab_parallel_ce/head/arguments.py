@@ -13,7 +13,7 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.objective import Objective
 from vocab_parallel_ce.options import HeadOptions, Settings
-from vocab_parallel_ce.plan import comparable
+from vocab_parallel_ce.plan import comparable, has_weights
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head, present, with_padding
 
@@ -105,6 +105,17 @@ def gradient_of(settings: Settings) -> str:
     # With kept logits, backward has three products too, and gradients of the outputs as well.
     keeps = settings.asks_for_differentiable and settings.head.keep_logits != "none"
     return "in_backward" if keeps or settings.reduction == "none" else "in_forward"
+
+
+def mode_of(arguments: Arguments, settings: Settings, dtype: torch.dtype) -> tuple[str, bool]:
+    """Return the mode that runs with products of ``dtype``, and whether forward scales its gradients: those of fp16.
+
+    How large they are with class weights only backward knows.
+    """
+    is_fp16 = torch.float16 in rounded_dtypes(dtype, arguments.head)
+    waits = settings.gradient == "auto" and is_fp16 and has_weights(arguments.targets)
+    gradient = "in_backward" if waits else gradient_of(settings)
+    return gradient, is_fp16 and gradient == "in_forward"
 
 
 def shape_of_tokens(hidden: Tensor, n_ranks: int, options: HeadOptions) -> tuple[int, ...]:

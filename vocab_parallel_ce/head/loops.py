@@ -190,7 +190,7 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, grads: GradOutputs,
             divisor = linear.scale.reciprocal() if divisor is None else divisor / linear.scale
     else:
         grads = linear.objective.fill_and_differentiate(part.rows, part_outputs, linear.scale)
-        targets = linear.objective.counted(targets, plan.options.ignore_index)
+        targets = linear.objective.counted(targets, grads, plan.options.ignore_index)
     assert part.stats is not None
     run.fill_gradient(plan, part.logits, (divisor, *part.stats), targets, grads, part.d_logits)
 
@@ -234,7 +234,8 @@ def scaled_by_factor(
         factor = factor / linear.scale
     if linear.overflow is not None:
         factor = factor * linear.overflow
-    d_hidden, d_weight, d_bias = (None if grad is None else grad.detach() for grad in gradients)
+    # Of ``data``, autograd counts no versions: a backward after this one may recompute.
+    d_hidden, d_weight, d_bias = (None if grad is None else grad.data for grad in gradients)
     if d_hidden is not None:
         d_hidden.mul_(factor)
     if d_bias is not None:

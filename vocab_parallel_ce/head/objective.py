@@ -113,14 +113,19 @@ class RowObjective(NamedTuple):
         """Return the reduced loss ``[]``."""
         return self.losses.sum() * self.factor.squeeze(0)  # no view: a caller may add to it in place
 
-    def counted(self, targets: Any, ignore_index: int) -> Any:
-        """Return targets whose gradients are 0 if the divisor is, whatever the logits hold."""
-        if not self.may_be_of_none:
+    def counted(self, targets: Any, grads: GradOutputs, ignore_index: int) -> Any:
+        """Return targets whose gradients are 0 if the divisor is, or what multiplies a divergence that has no labels.
+
+        Whatever the logits hold: a divergence that does not count may be infinite.
+        """
+        is_alone = self.of_loss == "divergence"
+        if not (self.may_be_of_none or is_alone):
             return targets
+        is_left = (self.factor == 0) | (grads.loss == 0) if is_alone else self.factor == 0
         field = "ids" if hasattr(targets, "ids") else "labels"
         labels = getattr(targets, field)
         labels = targets.logits.new_zeros(targets.logits.shape[0], dtype=torch.int64) if labels is None else labels
-        return targets._replace(**{field: torch.where(self.factor == 0, ignore_index, labels)})
+        return targets._replace(**{field: torch.where(is_left, ignore_index, labels)})
 
     def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""

@@ -18,8 +18,7 @@ from vocab_parallel_ce.head.arguments import (
     bytes_of_chunk,
     check_gradient,
     compare,
-    gradient_of,
-    rounded_dtypes,
+    mode_of,
     shape_of_tokens,
     with_local_rows,
 )
@@ -146,6 +145,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         compare(arguments._replace(head=local), expected, is_valid, plan.shard, planned.dtype, settings)
     if planned.mean_over:  # last: it may be a collective
         divisor = count if planned.mean_over == "rows" else _divisor_of_weights(plan, targets, group)
+    tokens_of_mean = is_valid.sum(0, keepdim=True) if planned.mean_over == "weights" else divisor
     linear = LinearCall(
         head=planned,
         call=Call(plan, group, divisor),
@@ -157,7 +157,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         parameter=parameter if main_grad is not None and hasattr(parameter, "grad_added_to_main_grad") else None,
         expected=expected,
         objective=row_objective,
-        scale=scale_of(hidden, divisor, expected, row_objective) if planned.scales else None,
+        scale=scale_of(hidden, tokens_of_mean, expected, row_objective) if planned.scales else None,
         n_kept=0 if planned.keep_logits == "none" else kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
     )
     return linear, local, targets
@@ -217,8 +217,7 @@ def make_head_plan(
     (hidden, weight, _), (rank, n_ranks) = arguments.head, position
     options, class_weight = settings.head, has_weights(arguments.targets)
     logits_dtype = options.logits_dtype or dtype
-    gradient = gradient_of(settings)
-    scales = gradient == "in_forward" and torch.float16 in rounded_dtypes(dtype, arguments.head)
+    gradient, scales = mode_of(arguments, settings, dtype)
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
     shard = shard_of_rank(settings, weight.shape[0], rank, n_ranks, subject=WEIGHT)
@@ -273,7 +272,7 @@ def scale_of(hidden: Tensor, divisor: Tensor | None, expected: Tensor | None, ob
     """Return ``[1]`` fp32, what multiplies fp16 gradients until backward: for a mean 16 times a power of two near N.
 
     Those of 1 / N would underflow before a loss scale multiplies them. These are 16 to 32 times the derivative of a
-    token's own loss.
+    token's own loss, times its class weight over the mean one.
     """
     if objective is not None:
         factor = objective.factor

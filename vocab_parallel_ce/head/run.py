@@ -1,8 +1,8 @@
 """The path of a call over hidden states: its autograd Function. ``loops`` has the loop over chunks.
 
-A reduced loss of bf16 or fp32 computes its gradients in the forward pass, with three products in all. Others keep 4 K R
-bytes per token on each rank, and recompute the logits in backward, except kept ones, with grad_output in the one
-rounding.
+A reduced loss computes its gradients in the forward pass, with three products in all; those of fp16 have a scale until
+backward. Others keep 4 K R bytes per token on each rank, and recompute the logits in backward, except kept ones, with
+grad_output in the one rounding.
 
 A reduced loss with outputs that have a gradient does the first, and keeps what the second needs. If backward gets a
 gradient of an output, or runs again, it recomputes, and does not use the gradients of forward.

@@ -219,6 +219,8 @@ def _generalized_jsd_loss(
     if is_mean and labels is None:
         is_mean, num_items_in_batch = False, max(len(student_logits), 1)
     options = divergence_of(beta) | {"reduction": "mean" if is_mean else "sum", "num_items": num_items_in_batch}
+    if labels is not None:
+        labels = torch.where(labels == -100, labels, 0)  # a mask: any id will do
     return distillation_loss(student_logits, teacher_logits.detach(), labels=labels, temperature=temperature, **options)
 
 
