@@ -210,8 +210,9 @@ def linear_distillation_loss(
     if isinstance(teacher, TopKTeacher):
         return loss_of_head(student, teacher, labels, settings, group, num_items)
     if not isinstance(teacher, Head):
-        got = type(teacher).__name__
-        raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {got}; linear_objective takes a Teacher")
+        raise TypeError(
+            f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}; a Teacher is linear_objective's"
+        )
     targets = TeacherHead(*teacher, labels)
     arguments = Arguments(student, targets, group, num_items)
     if not settings.hard_weight:
