@@ -26,7 +26,8 @@ from vocab_parallel_ce.kinds import Kind
 from vocab_parallel_ce.program import Programs, Step, program_of, recorded, recording
 
 LANES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.cuda)]
-ROWS, COLUMNS = 3, 2048
+ROWS, COLUMNS = 3, 288  # of two parts
+ONE_TILE = 128  # columns
 LOSSES = {
     "none": lambda x, y, t: vocab_parallel_cross_entropy(x, y, reduction="none", impl="triton"),
     "mean": lambda x, y, t: vocab_parallel_cross_entropy(x, y, impl="triton"),
@@ -134,7 +135,7 @@ def test_calls_of_a_kind_have_the_bits_of_calls_alone(name, kind, device):
 CHUNKS: dict[str, Any] = {"chunk_size": 4, "impl": "triton"}  # of 10 tokens
 HEADS = {
     "mean": lambda h, w, y: linear_cross_entropy(h, w, y, **CHUNKS),
-    "sum, padded": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="sum", vocab_size=COLUMNS - 2, **CHUNKS),
+    "sum, padded": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="sum", vocab_size=ONE_TILE - 2, **CHUNKS),
     "none": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="none", **CHUNKS),
     "valid": lambda h, w, y: linear_cross_entropy(h, w, y, valid_tokens="count", **CHUNKS),
     "kept": lambda h, w, y: linear_cross_entropy(h, w, y, reduction="none", keep_logits="all", **CHUNKS),
@@ -167,8 +168,8 @@ def test_calls_of_a_head_have_the_bits_of_calls_alone(name, device):
 
     def outcome(seed, backward):
         generator = torch.Generator().manual_seed(seed)
-        hidden, weight = (torch.randn(rows, 8, generator=generator).to(device) for rows in (n_tokens, COLUMNS))
-        labels = torch.randint(COLUMNS - 2, (n_tokens,), generator=generator).to(device)
+        hidden, weight = (torch.randn(rows, 8, generator=generator).to(device) for rows in (n_tokens, ONE_TILE))
+        labels = torch.randint(ONE_TILE - 2, (n_tokens,), generator=generator).to(device)
         labels[: seed % most] = -100
         leaves = hidden.requires_grad_(), weight.requires_grad_()
         loss = (HEADS | WHOLE)[name](*leaves, labels)
@@ -176,15 +177,16 @@ def test_calls_of_a_head_have_the_bits_of_calls_alone(name, device):
         return loss.detach().clone(), *[leaf.grad for leaf in leaves]
 
     alone = []
-    for seed, backward in enumerate([*BACKWARD] * 2):
+    calls = [*enumerate(BACKWARD), (3, "ones")]  # one for each number of tokens that are left out
+    for call in calls:
         forget_plans()
-        alone.append(outcome(seed, backward))
+        alone.append(outcome(*call))
     with in_programs(device):
         forget_plans()
-        for seed, backward in enumerate([*BACKWARD] * 6):
-            outcome(seed, backward)
+        for call in calls * 3:
+            outcome(*call)
         with Watched() as watched:
-            known = [outcome(seed, backward) for seed, backward in enumerate([*BACKWARD] * 2)]
+            known = [outcome(*call) for call in calls]
     for found, right in zip(known, alone, strict=True):
         assert all(map(torch.equal, found, right))
     n_programs = len(watched.answers) / len(known)
@@ -197,7 +199,7 @@ FORMS = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 4 else x,
     "transposed otherwise": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x,
     "rows apart": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]] if x.dim() == 4 else x,
-    "bf16": lambda x: x.bfloat16() if x.dim() == 4 and x.shape[-1] == COLUMNS else x,
+    "bf16": lambda x: x.bfloat16() if x.dim() == 4 and x.shape[-1] == ONE_TILE else x,
     "int32": lambda x: x.int() if x.dtype == torch.int64 else x,
 }
 
@@ -207,7 +209,7 @@ FORMS = {
 @pytest.mark.parametrize("name", ("none", "forward"))
 def test_what_was_saved_may_come_back_in_another_form(name, is_for_all, device):
     """From hooks for all that is saved, a checkpoint's, or of one tensor: the kind of the call does not say so."""
-    x, teacher = torch.randn(2, 2, 3, 2, COLUMNS, generator=torch.Generator().manual_seed(0)).to(device)
+    x, teacher = torch.randn(2, 2, 3, 2, ONE_TILE, generator=torch.Generator().manual_seed(0)).to(device)
     labels, factors = (torch.arange(12, device=device).view(2, 3, 2) + each for each in (0, 1.0))
 
     def grad(form):

@@ -111,20 +111,15 @@ def loaded_by_a_thread(ttgir: str) -> list[tuple[str, str]]:
 
 
 def resource_usage(cubin: bytes) -> dict:
-    """Registers, instructions, and bytes of stack and of local memory (spills), of the one kernel in ``cubin``."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    """Registers, and bytes of stack and of local memory (spills), of the one kernel in ``cubin``."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        commands = ([tools / "cuobjdump", "--dump-resource-usage", file.name], [tools / "nvdisasm", file.name])
-        usage, code = [subprocess.run(each, check=True, capture_output=True, text=True).stdout for each in commands]
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return {
-        "registers": fields["REG"],
-        "stack_bytes": fields["STACK"],
-        "local_bytes": fields["LOCAL"],
-        "instructions": len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+[@A-Z]", code, flags=re.MULTILINE)),
-    }
+    return {"registers": fields["REG"], "stack_bytes": fields["STACK"], "local_bytes": fields["LOCAL"]}
 
 
 def report_of(target: GPUTarget, index: int) -> dict:
