@@ -1,6 +1,6 @@
 """Compile every kernel for a GPU that need not be there, and report its machine code as JSON.
 
-    python -m tests.support.kernels.compile_kernels cuda:90
+    python -m tests.support.kernels.compile_kernels cuda:90 [--instructions]
 
 Needs a process of its own without ``TRITON_INTERPRET``, which replaces the compiler. Prints one JSON list
 with one entry per variant of a representative set.
@@ -31,6 +31,7 @@ from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import launch
 
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
+INSTRUCTIONS = "--instructions"  # counts them, which takes half a second a kernel
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
 
@@ -111,15 +112,20 @@ def loaded_by_a_thread(ttgir: str) -> list[tuple[str, str]]:
 
 
 def resource_usage(cubin: bytes) -> dict:
-    """Registers, and bytes of stack and of local memory (spills), of the one kernel in ``cubin``."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """Registers, bytes of stack and local memory (spills), and perhaps instructions, of the one kernel in ``cubin``."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return {"registers": fields["REG"], "stack_bytes": fields["STACK"], "local_bytes": fields["LOCAL"]}
+        commands = [[tools / "cuobjdump", "--dump-resource-usage", file.name]]
+        if INSTRUCTIONS in sys.argv:
+            commands.append([tools / "nvdisasm", file.name])
+        texts = [subprocess.run(each, check=True, capture_output=True, text=True).stdout for each in commands]
+    fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", texts[0])}
+    usage = {"registers": fields["REG"], "stack_bytes": fields["STACK"], "local_bytes": fields["LOCAL"]}
+    for code in texts[1:]:
+        usage["instructions"] = len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+[@A-Z]", code, flags=re.MULTILINE))
+    return usage
 
 
 def report_of(target: GPUTarget, index: int) -> dict:
