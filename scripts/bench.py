@@ -34,7 +34,13 @@ from bench_lib.documents import (
     read_documents,
     run,
 )
-from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, OBJECTIVE_PROVIDERS, RL_PROVIDERS
+from bench_lib.frameworks import (
+    COMPILE_PROVIDERS,
+    FRAMEWORK_PROVIDERS,
+    OBJECTIVE_PROVIDERS,
+    RL_PROVIDERS,
+    TEACHER_PROVIDERS,
+)
 from bench_lib.measure import attempt, measure, subject_of
 from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen, row_providers, version_of
 
@@ -115,7 +121,7 @@ def known_providers(command: str, case: cases.Case, baseline: Path | None) -> li
     if command in OF_ROWS:
         return row_providers(case, baseline)
     if command == "objective":
-        return [*row_providers(case), *OBJECTIVE_PROVIDERS]
+        return [*row_providers(case), *(TEACHER_PROVIDERS if case.teacher_size else OBJECTIVE_PROVIDERS)]
     every = {"rl": RL_PROVIDERS, "compile": COMPILE_PROVIDERS, "frameworks": FRAMEWORK_PROVIDERS}
     return [each for each in every.get(command, PROVIDERS) if (each.takes == "head") == case.is_head]
 

@@ -103,7 +103,24 @@ def objective(package: Any, tensors: Tensors, take: Take, **options: Any) -> Any
     return package.linear_objective(*tensors, take("labels"), cispo, tokens=tokens, **asked)[0]
 
 
-LOSSES = {each.__name__: each for each in (cross_entropy, log_probs, given_ids, sampled, distillation, objective)}
+def teacher(package: Any, tensors: Tensors, take: Take, divergence: str, has_labels: bool, group: Any) -> Any:
+    """The divergence from a teacher's head alone, or in :func:`opd`."""
+    known = package.Teacher(*take("teacher"), divergence=divergence)
+    labels = take("labels") if has_labels else None
+    function, tokens = (opd, {"advantage": take("advantage")}) if has_labels else (lambda divergence: divergence, None)
+    outputs = ("entropy",) if has_labels else ()
+    return package.linear_objective(
+        *tensors, labels, function, tokens=tokens, outputs=outputs, teacher=known, group=group
+    )[0]
+
+
+def opd(log_probs: Tensor, divergence: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
+    """That of docs/distillation.md."""
+    return divergence - 0.01 * entropy - advantage * log_probs
+
+
+_losses = (cross_entropy, log_probs, given_ids, sampled, distillation, objective, teacher)
+LOSSES = {each.__name__: each for each in _losses}
 
 
 def cispo(log_probs: Tensor, advantage: Tensor, old: Tensor, entropy: Tensor | None = None) -> Tensor:
@@ -199,9 +216,17 @@ OBJECTIVE_ROWS = {
     "linear, objective without entropy": WITHOUT_ENTROPY,
     "linear, log_probs and objective": Row("objective", {"in_two_steps": True}),
 }
+REVERSE, JS = (Row("teacher", {"divergence": name, "has_labels": False}) for name in ("reverse", "js"))
+TEACHER_ROWS = {
+    "linear": Row("cross_entropy", {}),
+    "teacher, reverse": REVERSE,
+    "teacher, js": JS,
+    "teacher, reverse in an objective": Row("teacher", {"divergence": "reverse", "has_labels": True}),
+}
 # Of one rank alone: the gradient of the hidden states of two matmuls would need an all_reduce too.
 UNFUSED_ROWS = {
     "losses": {"two matmuls and distillation": Row("distillation", {}, is_unfused=True)},
+    "teacher": {"two matmuls and reverse": Row("distillation", {"divergence": "reverse"}, is_unfused=True)},
     "objective": {"two matmuls, log_probs and objective": Row("objective", {"in_two_steps": True}, is_unfused=True)},
 }
 ON_RANKS = {"linear, sequence_parallel": Row("cross_entropy", {"sequence_parallel": True})}
@@ -209,6 +234,8 @@ ON_RANKS = {"linear, sequence_parallel": Row("cross_entropy", {"sequence_paralle
 
 def rows_of(case: Case) -> dict[str, Row]:
     """The rows of a case of the commands ``options``, ``losses`` and ``objective``."""
+    if case.teacher_size:
+        return TEACHER_ROWS | (UNFUSED_ROWS["teacher"] if case.ranks == 1 else {})
     if case.kind == "objective":
         return OBJECTIVE_ROWS | (UNFUSED_ROWS["objective"] if case.ranks == 1 else {})
     if case.is_head:
@@ -243,6 +270,12 @@ def outputs_fp64(row: Row, logits: Tensor, given: Take) -> list[Tensor]:
         return [-(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)]
     if row.loss == "given_ids":
         return [(z.log_softmax(-1).gather(1, given("ids")) * given("log_probs")).sum(-1)]
+    if row.loss == "teacher":
+        divergence = _divergence(options["divergence"], given("teacher"), z)
+        if not options["has_labels"]:
+            return [divergence]
+        log_probs, entropy = _log_probs(("log_probs", "entropy"), z, given("labels"))
+        return [opd(log_probs, divergence, entropy, given("advantage"))]
     if row.loss == "distillation":
         hard = options.get("hard_weight", 0.0)
         divergence = _divergence(options.get("divergence", "forward"), given("teacher"), z)

@@ -56,6 +56,11 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
     @property
+    def teacher_size(self) -> int:
+        """The hidden size of the teacher's head, 0 without one."""
+        return {"teacher": 1, "wide teacher": 2}.get(self.kind, 0) * self.hidden_size
+
+    @property
     def columns(self) -> int:
         """Those of one rank."""
         return self.vocabulary // self.ranks
@@ -74,6 +79,8 @@ class Case(NamedTuple):
     def label(self) -> str | None:
         """How a table calls the case, if not by all of its fields."""
         size = f"{self.tokens} x {self.vocabulary}"
+        if self.teacher_size:
+            return f"{size}, D = {self.hidden_size} beside {self.teacher_size}"
         if self.kind in ("losses", "objective"):
             return f"{self.tokens} x {self.hidden_size} x {self.vocabulary}" if self.is_head else size
         if self.kind in WITH_HOST and self.is_head:
@@ -118,12 +125,16 @@ SHAPES: dict[str, list[str]] = {
     "options": ["4096x128256", "8192x32064", "4096x50257"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],
-    "objective": [f"4096x128256x{HIDDEN_SIZE}", f"8192x128256x{HIDDEN_SIZE}"],
+    "objective": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384)],
     "rl": ["1024x32000", "8192x128256", "1024x32000x2048", "8192x128256x4096"],
     "compile": ["1024x32000x2048", "8192x128256x2048", "32768x32000x2048"],
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
 }
-KINDS = dict.fromkeys(("table", "few", "head"), REDUCTIONS) | {"memory": ("mean",)}
+KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("table", "few", "head"), REDUCTIONS),
+    "memory": ("mean",),
+    "objective": ("objective", "teacher", "wide teacher"),
+}
 
 
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
@@ -181,7 +192,8 @@ def alongside_of(case: Case, tensors: tuple[Tensor, ...], rank: int) -> Callable
     def teacher() -> Any:
         if case.is_head:
             hidden, weight = (tensor.detach() for tensor in tensors)
-            return hidden.flip(0), weight.flip(1)
+            wider = max(1, case.teacher_size // case.hidden_size)  # whose logits have the same size
+            return hidden.flip(0).repeat(1, wider), weight.flip(1).repeat(1, wider) / wider
         return random(*tensors[0].shape, seed=4000 + rank).mul_(3).to(tensors[0].dtype)
 
     def advantage() -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_lib.calls import ENTROPY, MOST_WEIGHT, OBJECTIVE, WITHOUT_ENTROPY, Row, cispo
+from bench_lib.calls import ENTROPY, JS, MOST_WEIGHT, OBJECTIVE, REVERSE, WITHOUT_ENTROPY, Row, cispo
 from bench_lib.cases import OURS, SEQUENCE, Inputs
 from bench_lib.peers import PARALLEL, LossOf, Step, in_loss_parallel, loss_parallel, of_dtensor
 from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
@@ -197,9 +197,25 @@ def _liger_objective(losses: Any) -> Step:
     return through_autograd(loss_of)
 
 
+def _trl_teacher(trainer: Any, beta: float) -> Step:
+    def loss_of(inputs: Inputs, reduction: str, group: Any) -> Tensor:
+        (hidden, weight), (of_teacher, teacher_weight) = inputs.tensors, inputs.alongside("teacher")
+        mask = torch.ones_like(inputs.labels)[None]
+        heads = weight, teacher_weight, mask, beta
+        loss: Tensor = trainer._chunked_divergence_loss(hidden[None], of_teacher[None], *heads)[0]
+        return loss
+
+    return through_autograd(loss_of)
+
+
 LIGER = "liger_kernel.chunked_loss"
 _objective = partial(Provider, takes="head", is_step=True, of_several=False, returns=OBJECTIVE)
 OBJECTIVE_PROVIDERS = (
     _objective("TRL log-probs and objective", _trl_objective, "trl.trainer.utils", "trl"),
     _objective("liger-kernel (without entropy)", _liger_objective, LIGER, "liger-kernel", returns=WITHOUT_ENTROPY),
+)
+_of_trl = partial(_objective, module="trl.trainer.distillation_trainer", distribution="trl")
+TEACHER_PROVIDERS = (
+    _of_trl("TRL, reverse", partial(_trl_teacher, beta=1.0), returns=REVERSE),
+    _of_trl("TRL, js", partial(_trl_teacher, beta=0.5), returns=JS),
 )

@@ -116,7 +116,7 @@ class LogitsSubject(LossSubject):
 
 
 class HeadSubject(LossSubject):
-    """The loss of hidden states and a weight, alongside the three matmuls that every way needs.
+    """The loss of hidden states and a weight, alongside the three matmuls that every way needs, with a teacher four.
 
     ``hidden @ weight.T``, ``grad @ weight`` and ``grad.T @ hidden`` go into memory that is there; several
     ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
@@ -131,6 +131,7 @@ class HeadSubject(LossSubject):
     def yardstick(self) -> Call:
         self._right.clear()  # every check is done
         hidden, weight = (tensor.detach() for tensor in self.inputs.tensors)
+        of_teacher = self.inputs.alongside("teacher") if self.case.teacher_size else None
         logits = hidden @ weight.T
         d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
         grad = torch.empty_like(logits)
@@ -139,6 +140,8 @@ class HeadSubject(LossSubject):
 
         @torch.no_grad()
         def matmuls(_: Inputs) -> None:
+            if of_teacher is not None:
+                torch.mm(of_teacher[0], of_teacher[1].T, out=logits)
             torch.mm(hidden, weight.T, out=logits)
             torch.mm(grad, weight, out=d_hidden)
             torch.mm(grad.T, hidden, out=d_weight)

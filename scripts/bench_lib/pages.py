@@ -229,15 +229,17 @@ def steps_part(document: Document) -> str:
 
 
 def objective_part(document: Document) -> str:
-    """The time of each call over that of the three products, and its memory."""
+    """The time of each call over that of the three products, with a teacher four, and its memory."""
 
     def cell(result: Result) -> str:
         return f"{result['ratio']:.2f}, {gib(result['peak_bytes'])}" if is_timed(result) else "-"
 
-    cases = results_by_case(document)
-    rows = [[name, *(cell(results[name]) for results in cases.values())] for name in next(iter(cases.values()))]
-    every = table(["tokens x D x V", *cases], rows)
-    return with_host(document, "Time over the products, and GiB of new memory at the peak:", every)
+    tables, cases = [], results_by_case(document)
+    for names in dict.fromkeys(map(tuple, cases.values())):
+        alike = {case: results for case, results in cases.items() if tuple(results) == names}
+        rows = [[name, *(cell(results[name]) for results in alike.values())] for name in names]
+        tables.append(table(["tokens x D x V", *alike], rows))
+    return with_host(document, "Time over the products, and GiB of new memory at the peak:", *tables)
 
 
 def losses_part(document: Document) -> str:

@@ -10,7 +10,7 @@ import torch
 from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, document
 
 import bench  # isort: skip
-from bench_lib import calls, cases, documents  # isort: skip
+from bench_lib import calls, cases, documents, pages  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -63,8 +63,14 @@ def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, c
 
 def test_objective(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "OBJECTIVE_PROVIDERS", ())  # those that are here compile for long
-    (results,) = documents.results_by_case(run(tmp_path, "objective", "--shape", "8x100x8")).values()
-    assert list(results) == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
+    monkeypatch.setattr(bench, "TEACHER_PROVIDERS", ())
+    document = run(tmp_path, "objective", "--shape", "8x100x8")
+    found, *of_teachers = map(list, documents.results_by_case(document).values())
+    assert found == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
+    assert of_teachers == 2 * [[*calls.TEACHER_ROWS, *calls.UNFUSED_ROWS["teacher"]]]
+    for result in document["results"]:
+        result["peak_bytes"] = 0  # a CPU's is not measured
+    assert pages.objective_part(document).count("| linear |") == 2
 
 
 def test_a_wrong_row_is_an_error_and_leaves_no_finished_document(tmp_path, monkeypatch):
