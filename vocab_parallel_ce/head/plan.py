@@ -280,7 +280,7 @@ def scale_of(hidden: Tensor, divisor: Tensor | None, expected: Tensor | None, ob
         factor = F.pad(expected.abs(), (0, 1)).amax(0, keepdim=True)
     else:
         factor = hidden.new_ones(1) if divisor is None else inverse(divisor)
-    exponent = torch.frexp(factor.float()).exponent.clamp(-100, 100)
+    exponent = torch.frexp(factor.float()).exponent.clamp(-120, 126)
     return torch.exp2((5 - exponent).float())
 
 
