@@ -145,7 +145,6 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         compare(arguments._replace(head=local), expected, is_valid, plan.shard, planned.dtype, settings)
     if planned.mean_over:  # last: it may be a collective
         divisor = count if planned.mean_over == "rows" else _divisor_of_weights(plan, targets, group)
-    tokens_of_mean = is_valid.sum(0, keepdim=True) if planned.mean_over == "weights" else divisor
     linear = LinearCall(
         head=planned,
         call=Call(plan, group, divisor),
@@ -157,7 +156,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         parameter=parameter if main_grad is not None and hasattr(parameter, "grad_added_to_main_grad") else None,
         expected=expected,
         objective=row_objective,
-        scale=scale_of(hidden, tokens_of_mean, expected, row_objective) if planned.scales else None,
+        scale=scale_of(planned, is_valid, divisor, expected, row_objective) if planned.scales else None,
         n_kept=0 if planned.keep_logits == "none" else kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
     )
     return linear, local, targets
@@ -268,7 +267,9 @@ def make_head_plan(
     )
 
 
-def scale_of(hidden: Tensor, divisor: Tensor | None, expected: Tensor | None, objective: RowObjective | None) -> Tensor:
+def scale_of(
+    planned: HeadPlan, is_valid: Tensor, divisor: Tensor | None, expected: Tensor | None, objective: RowObjective | None
+) -> Tensor:
     """Return ``[1]`` fp32, what multiplies fp16 gradients until backward: for a mean 16 times a power of two near N.
 
     Those of 1 / N would underflow before a loss scale multiplies them. These are 16 to 32 times the derivative of a
@@ -279,7 +280,8 @@ def scale_of(hidden: Tensor, divisor: Tensor | None, expected: Tensor | None, ob
     elif expected is not None:
         factor = F.pad(expected.abs(), (0, 1)).amax(0, keepdim=True)
     else:
-        factor = hidden.new_ones(1) if divisor is None else inverse(divisor)
+        tokens = is_valid.sum(0, keepdim=True) if planned.mean_over == "weights" else divisor
+        factor = is_valid.new_ones(1) if tokens is None else inverse(tokens)
     exponent = torch.frexp(factor.float()).exponent.clamp(-120, 126)
     return torch.exp2((5 - exponent).float())
 
