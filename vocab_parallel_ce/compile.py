@@ -36,8 +36,7 @@ from vocab_parallel_ce.head.arguments import (
     Arguments,
     autocast_dtype,
     check_gradient,
-    gradient_of,
-    rounded_dtypes,
+    mode_of,
     shape_of_tokens,
     with_local_rows,
 )
@@ -178,10 +177,10 @@ def linear_losses(loss: Loss, arguments: Arguments, settings: Settings) -> Token
     arguments, settings = with_local_rows(arguments, settings, position)
     hidden, weight, bias = arguments.head
     autocast = autocast_dtype(hidden)
-    is_fp16 = torch.float16 in rounded_dtypes(autocast or hidden.dtype, arguments.head)
+    gradient, scales = mode_of(arguments, settings, autocast or hidden.dtype)
     # Compiled backward has a gradient of each output, be it 0, and no scale of forward's.
-    gradient = "in_backward" if settings.asks_for_differentiable or is_fp16 else gradient_of(settings)
-    settings = settings._replace(gradient=gradient)
+    waits = settings.asks_for_differentiable or scales
+    settings = settings._replace(gradient="in_backward" if waits else gradient)
     inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
     wanted = tuple([torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)])
     return _outputs(Traced(inputs, arguments.targets, arguments.num_items, loss, group, settings, autocast, wanted))
