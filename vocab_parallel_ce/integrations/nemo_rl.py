@@ -115,7 +115,8 @@ class _ChunkedDistributedGatherLogprob:
     ) -> Tensor:
         """Return ``[..., k]`` fp32 log-probabilities of ``k`` ids per token, as many as there are columns excepted."""
         columns = vocab_start_index, vocab_end_index
-        return DistributedLogprob.apply(vocab_parallel_logits, global_indices, *columns, tp_group, inference_only)
+        rest = *columns, chunk_size, tp_group, inference_only
+        return ChunkedDistributedLogprob.apply(vocab_parallel_logits, global_indices, *rest)
 
 
 class _ChunkedDistributedEntropy:
