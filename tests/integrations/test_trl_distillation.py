@@ -94,13 +94,20 @@ def test_gkd_has_trls_numbers(beta, temperature, reduction, num_items, has_label
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gkd_of_each_logit_is_left_to_trl(reduction):
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ((0.3, 1.5, "mean"), "GKD's reductions except batchmean and sum"),
+        ((0.3, 1.5, "none"), "GKD's reductions except batchmean and sum"),
+        ((0.3, -1.0, "batchmean", 7), "temperature, logit_scale or softcap that is not positive"),
+    ],
+)
+def test_what_gkd_asks_for_beyond_a_tokens_divergence_is_left_to_trl(given, reason):
     student, teacher, labels = gkd_inputs()
     fused.install()
-    found = GKDTrainer.generalized_jsd_loss(student, teacher, labels, 0.3, 1.5, reduction)
-    assert torch.equal(found, OWN_GKD(student, teacher, labels, 0.3, 1.5, reduction))
-    assert fused.report().calls == {"GKD's reductions except batchmean and sum": 1}
+    found = GKDTrainer.generalized_jsd_loss(student, teacher, labels, *given)
+    assert torch.equal(found, OWN_GKD(student, teacher, labels, *given))
+    assert fused.report().calls == {reason: 1}
 
 
 def perturbed_model():

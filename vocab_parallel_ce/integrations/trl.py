@@ -31,13 +31,12 @@ GKD = "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss"
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "predictions"}
-NOT_REDUCED = "GKD's reductions except batchmean and sum"
 LEFT = {
     f"outputs other than {', '.join(OUTPUTS)}": "this package has none of them",
     "temperature, logit_scale or softcap that is not positive": "this package refuses them",
     "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
+    "GKD's reductions except batchmean and sum": "this package has a number for each token, not for each of its logits",
 }
-_left = LEFT | {NOT_REDUCED: "this package has a number for each token, not for each of its logits"}
 _calls: Counter[str] = Counter()
 
 
@@ -119,12 +118,15 @@ class _Core:
         return record.log_probs, record.entropy, None if sums is None else sums.log(), mean, is_top1
 
 
-def _why_left_to_trl(weights: tuple[Tensor, ...], scales: dict[str, Any], outputs: tuple[str, ...] = ()) -> str | None:
+def _why_left_to_trl(
+    weights: tuple[Tensor, ...], scales: dict[str, Any], outputs: tuple[str, ...] = (), is_reduced: bool = True
+) -> str | None:
     """Return the first of ``LEFT`` that holds, or None."""
     holds = (
         not set(outputs) <= set(OUTPUTS),
         not all(scale is None or scale > 0 for scale in scales.values()),
         any(hasattr(weight, "ds_id") for weight in weights),
+        not is_reduced,
     )
     return next((reason for reason, is_so in zip(LEFT, holds, strict=True) if is_so), None)
 
@@ -209,12 +211,14 @@ def _generalized_jsd_loss(
     num_items_in_batch: Any = None,
 ) -> Tensor:
     """Return the divergence of the tokens that count, fp32, without another tensor of the logits' size."""
-    if num_items_in_batch is None and reduction not in ("batchmean", "sum"):
-        _calls[NOT_REDUCED] += 1
+    is_reduced = num_items_in_batch is not None or reduction in ("batchmean", "sum")
+    reason = _why_left_to_trl((), {"temperature": temperature}, is_reduced=is_reduced)
+    _calls[reason or "GKD"] += 1
+    if reason:
         own: Any = _switch.original(GKD)
-        result: Tensor = own(student_logits, teacher_logits, labels, beta, temperature, reduction)
+        given = labels, beta, temperature, reduction, num_items_in_batch
+        result: Tensor = own(student_logits, teacher_logits, *given)
         return result
-    _calls["GKD"] += 1
     is_mean = num_items_in_batch is None and reduction == "batchmean"
     if is_mean and labels is None:
         is_mean, num_items_in_batch = False, max(len(student_logits), 1)
@@ -241,7 +245,7 @@ _switch = Switch(
         GKD: _generalized_jsd_loss,
         "trl.trainer.utils:DTensor": Around(lambda _: _NoTensor, everywhere=False),
     },
-    _left,
+    LEFT,
     _calls,
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
