@@ -42,7 +42,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import Settings, TeacherOptions, loss_options
+from vocab_parallel_ce.options import Settings, TeacherOptions, loss_options, settings_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     INF,
@@ -295,7 +295,7 @@ def divergence_options(settings: Settings, vocab_size: int | None) -> Divergence
     check_divergence(teacher, "" if settings.teacher is None else "teacher.")
     checks.check_number("hard_weight", settings.hard_weight, at_most=1)
     labels = loss_options(settings, vocab_size)
-    of_teacher = Settings(softcap=teacher.softcap, logit_scale=teacher.logit_scale)
+    of_teacher = settings_of(softcap=teacher.softcap, logit_scale=teacher.logit_scale)
     if settings.teacher is None:  # no option but these changes the student's z
         labels = PLAIN._replace(ignore_index=labels.ignore_index)
     student_temperature = float(teacher.temperature)
