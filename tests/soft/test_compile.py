@@ -39,6 +39,7 @@ STEPS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", STEPS)
 def test_one_graph_and_the_same_bits(name):
     results = []
