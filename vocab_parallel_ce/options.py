@@ -84,6 +84,11 @@ ChunkSize = Annotated[int | str, check_chunk_size]
 LogitsDtype = Annotated[torch.dtype | None, check_logits_dtype]
 KeepLogits = Annotated[str, check_keep_logits]
 ValidTokens = Annotated[int | str | None, check_valid_tokens]
+MostTokens = Annotated[int | None, lambda name, count: None if count is None else checks.checked_count(name, count)]
+# Fields that others rule out, and those that only own_tokens has.
+RULED_OUT: dict[str, tuple[str, ...]] = {"sequence_parallel": ("reduce_hidden_grad", "valid_tokens")}
+RULED_OUT["own_tokens"] = ("sequence_parallel", *RULED_OUT["sequence_parallel"])
+OWN_ALONE = ("average", "max_tokens")
 Takes = Mapping[str, tuple[Any, ...]]  # values of fields of HeadOptions
 
 
@@ -116,6 +121,11 @@ class HeadOptions:
             ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
             overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in the forward pass.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
+        own_tokens: ``hidden``, labels and results are those of this rank's own tokens, of any number; ``weight`` is a
+            DTensor that FSDP2 cut over ``group``, in a unit of its own (docs/linear.md).
+        average: with ``own_tokens``, whether the gradient of ``weight`` is the mean over the ranks; else the sum.
+        max_tokens: with ``own_tokens``, the most tokens that a rank has, the same on every rank. None: the ranks
+            exchange it, for which the host waits.
         valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it
             raises where ``check_labels`` looks, as on a CPU, otherwise it gives a NaN loss. ``"count"`` counts them,
             for which the host waits for the device; in no CUDA graph.
@@ -138,6 +148,9 @@ class HeadOptions:
     logits_dtype: LogitsDtype = None
     keep_logits: KeepLogits = "none"
     reduce_hidden_grad: Flag = True
+    own_tokens: Flag = False
+    average: Flag = True
+    max_tokens: MostTokens = None
     valid_tokens: ValidTokens = None
 
     def __post_init__(self) -> None:
@@ -148,16 +161,15 @@ class HeadOptions:
                 "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
                 f"got {self.keep_logits!r}; pass another gradient, or leave it out"
             )
-        if self.sequence_parallel and not self.reduce_hidden_grad:
-            raise ValueError(
-                "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False; "
-                "leave it out"
-            )
-        if self.sequence_parallel and self.valid_tokens is not None:
-            raise ValueError(
-                "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
-                f"already, got {self.valid_tokens}; leave it out"
-            )
+        for mode, names in RULED_OUT.items():
+            for name in names if getattr(self, mode) else ():
+                default, value = getattr(HeadOptions, name), getattr(self, name)
+                if value != default:
+                    expected = f"expected {default} with {mode}, whose ranks hold their own parts"
+                    raise ValueError(f"{name}: {expected}, got {value!r}; leave it out")
+        for name in () if self.own_tokens else OWN_ALONE:
+            if getattr(self, name) != getattr(HeadOptions, name):
+                raise ValueError(f"{name}: expected own_tokens=True with it, got {getattr(self, name)!r}; leave it out")
 
     def __repr__(self) -> str:
         """Return the fields that are not their defaults."""

@@ -25,6 +25,9 @@ EACH = {  # a value of each field that is not its default
     "logits_dtype": torch.float32,
     "keep_logits": "2GiB",
     "reduce_hidden_grad": False,
+    "own_tokens": True,
+    "average": False,
+    "max_tokens": 8,
     "valid_tokens": "count",
 }
 
@@ -44,6 +47,7 @@ def distilled(hidden, weight, labels, **keywords):
     return vp.linear_distillation_loss(vp.Head(hidden, weight), teacher, labels=labels, hard_weight=1.0, **keywords)
 
 
+OF_RANKS = ("sequence_parallel", "own_tokens", "average", "max_tokens")  # tests/ranks has them
 # Each returns the mean of -log_prob.
 FUNCTIONS = {
     "linear_cross_entropy": vp.linear_cross_entropy,
@@ -57,6 +61,7 @@ REFUSED = {
     "linear_objective": {"gradient": ("in_backward", "'auto' or 'in_forward'"), "keep_logits": ("all", "'none'")},
     "linear_distillation_loss": {
         "sequence_parallel": (True, "False"),
+        "own_tokens": (True, "False"),
         "logits_dtype": (torch.float32, "None"),
         "valid_tokens": (5, "None"),
     },
@@ -83,12 +88,11 @@ def test_the_fields():
 
 @pytest.mark.parametrize("field", EACH)
 def test_a_record_is_a_value(field):
-    if field == "sequence_parallel":
-        made = [HeadOptions(sequence_parallel=True) for _ in range(2)]
-    else:
-        made = [HeadOptions(**{field: copy.copy(EACH[field])}) for _ in range(2)]
-    assert made[0] == made[1] != HeadOptions() and hash(made[0]) == hash(made[1])
-    assert repr(made[0]) == f"HeadOptions({field}={EACH[field]!r})" and repr(HeadOptions()) == "HeadOptions()"
+    needs = {"own_tokens": True} if field in ("average", "max_tokens") else {}
+    made = [HeadOptions(**needs, **{field: copy.copy(EACH[field])}) for _ in range(2)]
+    assert made[0] == made[1] != HeadOptions(**needs) and hash(made[0]) == hash(made[1])
+    shown = "".join(f"{name}={value!r}, " for name, value in needs.items()) + f"{field}={EACH[field]!r}"
+    assert repr(made[0]) == f"HeadOptions({shown})" and repr(HeadOptions()) == "HeadOptions()"
     for same in (copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0])), dataclasses.replace(made[0])):
         assert same == made[0] and {same: 1}[made[1]] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -107,7 +111,7 @@ def test_a_function_refuses_fields_that_it_has_no_use_for(function):
 @pytest.mark.parametrize("field", [None, *EACH])
 def test_a_function_takes_the_others(function, field):
     """The loss and its gradients are right with each of them."""
-    if field in REFUSED[function] and field != "gradient" or field == "sequence_parallel":
+    if field in REFUSED[function] and field != "gradient" or field in OF_RANKS:
         return
     value = "in_forward" if function == "linear_objective" and field == "gradient" else EACH.get(field)
     options = None if field is None else HeadOptions(**{field: value})

@@ -20,11 +20,12 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.api import own_tokens
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.arguments import Arguments
-from vocab_parallel_ce.head.plan import plan_linear_call
+from vocab_parallel_ce.head.plan import LinearCall, plan_linear_call
 from vocab_parallel_ce.head.products import without_autocast
 from vocab_parallel_ce.head.run import over_head
 from vocab_parallel_ce.layout import walkable
@@ -207,7 +208,8 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
         return writes
     is_named = options.gradient == "in_forward" and isinstance(outputs, tuple | list)
     raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
-    return writes or raises or options.valid_tokens == COUNT or options.keep_logits != "none"
+    waits = options.valid_tokens == COUNT or options.own_tokens
+    return writes or raises or waits or options.keep_logits != "none"
 
 
 def run_logits(
@@ -234,6 +236,12 @@ def run_logits(
 
 def run_objective(loss: Loss, arguments: Arguments, settings: Settings) -> tuple[Tensor, TokenOutputs]:
     """Compute the reduced loss of an objective, and the outputs, which have no gradient."""
+    if settings.head.own_tokens:
+        return own_tokens.objective_of(loss, arguments, settings, _run_objective)
+    return _run_objective(loss, arguments, settings)[:2]
+
+
+def _run_objective(loss: Loss, arguments: Arguments, settings: Settings) -> tuple[Tensor, TokenOutputs, LinearCall]:
     linear, local, targets = plan_linear_call(loss, arguments, settings)
     if linear.head.needs_gradient:
         total, *outputs = over_head(*local, targets, linear)
@@ -245,7 +253,7 @@ def run_objective(loss: Loss, arguments: Arguments, settings: Settings) -> tuple
     assert linear.objective is not None
     if linear.objective.errors is not None:
         verify.compare_results("objective's loss", total, linear.objective.errors, linear.call.group)
-    return total, found
+    return total, found, linear
 
 
 def run_head(loss: Loss, arguments: Arguments, settings: Settings) -> TokenOutputs:
@@ -254,6 +262,8 @@ def run_head(loss: Loss, arguments: Arguments, settings: Settings) -> TokenOutpu
         from vocab_parallel_ce.compile import linear_losses
 
         return linear_losses(loss, arguments, settings)
+    if settings.head.own_tokens:
+        return own_tokens.losses(loss, arguments, settings, run_head)
     linear, local, targets = plan_linear_call(loss, arguments, settings)
     if linear.head.needs_gradient:
         return TokenOutputs(*over_head(*local, targets, linear))

@@ -41,7 +41,7 @@ from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.spec import is_ignored
 from vocab_parallel_ce.targets import Head, Role, Tokens, check_target
 
-HEADS: Takes = {"sequence_parallel": (False,), "logits_dtype": (None,), "valid_tokens": (None,)}
+HEADS: Takes = {"own_tokens": (False,), "sequence_parallel": (False,), "logits_dtype": (None,), "valid_tokens": (None,)}
 
 
 @public(overwrites, DivergenceSettings)
