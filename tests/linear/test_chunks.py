@@ -84,3 +84,21 @@ def test_a_wave_takes_no_more_chunks():
     assert equal_chunk(10, 4, 1) == 4 and equal_chunk(0, 4) == 1
     wide = 2**23
     assert choose_chunk_tokens(2**26, wide, 1000, 2, *default_tokens(wide, 2, 2)) <= chunks.MOST_TOKENS
+
+
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+@pytest.mark.parametrize("keep_logits", ["none", "all", "400B"])
+def test_the_first_chunk_may_be_the_shortest(monkeypatch, logits_dtype, keep_logits):
+    monkeypatch.setattr("vocab_parallel_ce.head.plan.chunks_of", lambda *_: (slice(0, 2), slice(2, 9), slice(9, 13)))
+    generator = torch.Generator().manual_seed(6)
+    hidden, weight = (torch.randn(rows, 27, generator=generator).bfloat16().requires_grad_() for rows in (13, 31))
+    labels = torch.randint(0, 31, (13,), generator=generator)
+    gradient = "in_forward" if keep_logits == "none" else "in_backward"
+    options = {"gradient": gradient, "keep_logits": keep_logits, "logits_dtype": logits_dtype}
+    loss = linear_cross_entropy(hidden, weight, labels, **options)
+    right = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.nn.functional.cross_entropy(right[0] @ right[1].t(), labels)
+    torch.testing.assert_close(loss.double(), truth, rtol=0.01, atol=0.0)
+    grads = torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(truth, right)
+    for grad, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(grad.double(), expected, rtol=0.02, atol=0.01 * float(expected.abs().max()))
