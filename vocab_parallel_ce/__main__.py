@@ -62,7 +62,8 @@ def doctor_lines() -> list[str]:
         default = "always into a new tensor: this Python or torch cannot say who can see the logits"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
-        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, *default_tokens(hidden_size, 2, 2))
+        by_default = default_tokens(hidden_size, n_columns, 2, 2)
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, *by_default)
         what = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16: chunks of {chunk} tokens"
         lines.append(f"linear_cross_entropy, {what}, {chunk * n_columns * 2 / 2**30:.2f} GiB of logits")
     return lines + framework_lines()

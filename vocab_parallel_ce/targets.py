@@ -142,7 +142,8 @@ def check_target(name: str, target: Tensor, role: Role, tokens: Tokens) -> None:
             remedy = f"; for one id pass {name}.unsqueeze(-1)" if shape == of_tokens else ""
             raise ValueError(f"{name}: shape must be {expected}, got {shape}{remedy}")
     elif role.axes[0] != "columns" and shape[:-1] != of_tokens:
-        expected = f"that of {tokens.subject} up to the last dimension, {tuple(tokens.tensor.shape)}"
+        whose = tokens.subject if of_tokens == tokens.tensor.shape[:-1] else "all ranks' tokens"  # sequence parallelism
+        expected = f"that of {whose} up to the last dimension, {of_tokens}"
         raise ValueError(f"{name}: shape must be {expected}, got {shape}")
 
 

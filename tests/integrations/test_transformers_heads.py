@@ -41,6 +41,21 @@ def test_labels_that_count_are_counted_in_training_alone(llama, monkeypatch, own
     assert told == [own.get("valid_tokens", "count"), own.get("valid_tokens")]
 
 
+def test_a_chunk_of_many_columns_is_bound_by_bytes(llama, monkeypatch):
+    """Without the memory of LARGE_BYTES, it has as many tokens as have logits of an fp32 gradient's bytes."""
+    told, fused = [], heads.linear_cross_entropy
+    monkeypatch.setattr(
+        heads, "linear_cross_entropy", lambda *of, **k: told.append(k["options"].chunk_size) or fused(*of, **k)
+    )
+    for name in ("LARGE_BYTES", "SMALL_BYTES"):
+        monkeypatch.setattr(f"vocab_parallel_ce.head.chunks.{name}", 0)
+    ids = torch.arange(256).view(2, 128) % llama.config.vocab_size
+    expected = own_step(llama, {"input_ids": ids, "labels": ids})
+    install(llama)
+    assert differs(step(llama, {"input_ids": ids, "labels": ids}), expected) is None and calls_of(llama) == FUSED
+    assert told == [llama.config.hidden_size]
+
+
 class QuantisedLinear(nn.Linear):
     """Stands for a head that stores its weight in other units."""
 

@@ -7,14 +7,14 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.cases import linear
-from tests.support.cases.flat import linear_cross_entropy
+from tests.support.cases.flat import linear_cross_entropy, linear_objective
 from tests.support.cases.inputs import IGNORE_INDEX, transposed_grad_output
 from tests.support.cases.weights import weights
 from tests.support.ranks import linear as sizes
 from tests.support.ranks.case import Case, check, chunked, distributed, even, run
 from tests.support.ranks.collectives import assert_refused, messages_of
 from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import VocabShard
+from vocab_parallel_ce import Teacher, VocabShard
 
 
 def made(world, kind="some_ignored", **settings):
@@ -254,7 +254,10 @@ def _refusals(rank, group, impl):
         "hidden is a part": {"labels": labels.repeat(2)},
     }
     valid = {"hidden": hidden, "weight": weight, "labels": labels, "group": group, "impl": impl}
-    return messages_of({name: partial(linear_cross_entropy, **valid | changed) for name, changed in attempts.items()})
+    calls = {name: partial(linear_cross_entropy, **valid | changed) for name, changed in attempts.items()}
+    of_parts = valid | {"labels": labels.repeat(2), "objective": torch.add, "teacher": Teacher(hidden, weight)}
+    calls["teacher of a part"] = partial(linear_objective, **of_parts, sequence_parallel=True)
+    return messages_of(calls)
 
 
 @in_two_ranks
@@ -270,6 +273,7 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "not a member": "ValueError: group: this rank must be a member",
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
+        "teacher of a part": r"ValueError: teacher.hidden: .*all ranks' tokens.*, \(8,\), got \(4, ",
         "whole weight": "ValueError: (weight|vocab_size): .*24",
         "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
     }

@@ -75,7 +75,7 @@ def linear_objective(
             token's value or derivative changes when others are left out or changed, as those of a mean would. This
             call waits for the device, and calls the function 10 times more; later calls and CUDA graphs do not. With
             one valid token it cannot tell, and checks the next call too. False: no check, for instance for dropout.
-        temperature, threshold: as in :func:`token_log_probs`; not of the divergence.
+        temperature, threshold: as in :func:`token_log_probs`; not of the divergence, so they raise without labels.
         teacher: a :class:`Teacher` of the same tokens, whose head makes its logits chunk by chunk. ``objective`` gets
             the ``divergence`` of each token too, and its derivative multiplies the gradient of that: four products,
             whatever the weights. ``labels`` may be None, and then ``objective`` gets no ``log_probs``, and no token is
@@ -108,6 +108,8 @@ def linear_objective(
     derived = {"temperature": number, "reduction": "none", "gradient": "in_forward", **ids_or_labels(labels, hidden)}
     if teacher is not None:
         outputs, of_teacher = with_divergence(teacher, labels, outputs, hidden)
+        if labels is None:
+            check_none_of_labels(temperature, threshold)
         derived |= of_teacher
     settings = head_settings(options, takes=OBJECTIVES, outputs=outputs, **keywords, **derived)
     name = "log_probs"
@@ -140,6 +142,13 @@ def with_divergence(
     if isinstance(labels, Tensor) and labels.dim() == hidden.dim() > 1:
         raise ValueError(f"labels: expected one per token with a teacher, got given ids, {tuple(labels.shape)}")
     return (*others, "divergence"), of_teacher | {"negated": True}
+
+
+def check_none_of_labels(temperature: float | Tensor, threshold: Tensor | None) -> None:
+    """Raise if there is what changes a label's log-probability alone, not a divergence."""
+    name = "threshold" if threshold is not None else "temperature"
+    if threshold is not None or isinstance(temperature, Tensor) or temperature != 1:
+        raise ValueError(f"{name}: expected none without labels, got one; pass labels, or Teacher(temperature=...)")
 
 
 def teacher_head(teacher: Teacher, group: Any) -> Head:

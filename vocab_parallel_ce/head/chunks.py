@@ -16,25 +16,32 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.options import MOST_TOKENS, bytes_of
 
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
+LARGE_BYTES = 4 * 2**30  # logits that a chunk may have beyond the bytes of the weight's gradient in fp32
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
 MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 WAVE = 2**22  # elements of a product: a tile of 128 x 256 on nearly each of an H100's 132 multiprocessors
 
 
-def default_tokens(hidden_size: int, logit_bytes: int, gradient_bytes: int) -> tuple[int, int]:
+def most_tokens(hidden_size: int, n_columns: int, logit_bytes: int) -> int:
+    """Return the most tokens of a chunk by default, however many columns there are: from sizes that all ranks share."""
+    return (4 * hidden_size + LARGE_BYTES // n_columns) // logit_bytes
+
+
+def default_tokens(hidden_size: int, n_columns: int, logit_bytes: int, gradient_bytes: int) -> tuple[int, int]:
     """Return the most tokens of one of several chunks, and those of a single one that takes no more memory.
 
     A quarter more memory than 4096 tokens take with the fp32 sum of the weight's gradient: each chunk reads and
-    writes that sum once more. docs/design.md has what fewer tokens cost.
+    writes that sum once more. docs/design.md has what fewer tokens cost. At most :func:`most_tokens`.
 
     Args:
         logit_bytes: of all that a chunk has for each token and column: logits, a gradient apart, a teacher's logits.
         gradient_bytes: of an element of the weight's gradient as one chunk has it; 0 if it is not wanted.
     """
+    bound = most_tokens(hidden_size, n_columns, logit_bytes)
     if gradient_bytes == 0:  # no sum
-        return 4096, 0
+        return min(4096, bound), 0
     most = 5120 + hidden_size // logit_bytes
-    return most, most + (4 - gradient_bytes) * hidden_size // logit_bytes
+    return min(most, bound), min(most + (4 - gradient_bytes) * hidden_size // logit_bytes, bound)
 
 
 def choose_chunk_tokens(

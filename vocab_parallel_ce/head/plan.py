@@ -236,7 +236,7 @@ def make_head_plan(
     width = -(-shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
     n_tokens, sequence_parallel = math.prod(shape), options.sequence_parallel and n_ranks > 1
-    by_default = default_tokens(hidden.shape[-1], *bytes_of_chunk(arguments, element_size, scales))
+    by_default = default_tokens(hidden.shape[-1], width, *bytes_of_chunk(arguments, element_size, scales))
     sizes = n_tokens, hidden.shape[-1], width, element_size, kept_bytes
     chunk = chunk_of(options.chunk_size, keep_logits, *sizes, by_default)
     chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks) if sequence_parallel else chunk)

@@ -255,8 +255,7 @@ class Products:
         self.factor = self.weight.float() if is_fp32 and not writes_fp32(self.weight) else self.weight  # of the logits
         has_d_buffer = is_fp32 and any(wanted)  # the gradient has another dtype
         n_kept = 0 if kept is None or has_d_buffer else kept.shape[0]
-        made = [rows for rows in linear.chunks if rows.stop > n_kept]  # the first is the longest
-        longest = made[0].stop - made[0].start if made else 0
+        longest = max((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), default=0)
         shape = longest, weight.shape[0]
         self.buffer = make(self.weight, *shape, dtype=linear.head.logits_dtype)
         self.d_buffer = make(self.weight, *shape, dtype=linear.head.dtype) if has_d_buffer else None

@@ -18,7 +18,7 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES, has_no_values
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.head.chunks import choose_chunk_tokens
+from vocab_parallel_ce.head.chunks import choose_chunk_tokens, most_tokens
 from vocab_parallel_ce.integrations import logger
 from vocab_parallel_ce.integrations.lazy_head import Head
 from vocab_parallel_ce.integrations.lazy_logits import Recorded, lazy_logits
@@ -121,7 +121,9 @@ class HeadCall(Head):
         if fields.get("chunk_size", "auto") == "auto":
             width = -(-module.out_features // group_position(group)[1])
             size = self.modes.dtype_of(hidden).itemsize
-            fields["chunk_size"] = choose_chunk_tokens(hidden.shape[0], hidden.shape[1], width, size, FEWEST_TOKENS)
+            n_tokens, hidden_size = hidden.shape
+            most = min(FEWEST_TOKENS, most_tokens(hidden_size, width, size))
+            fields["chunk_size"] = choose_chunk_tokens(n_tokens, hidden_size, width, size, most)
         options |= {"vocab_size": n_columns, "group": group, "options": HeadOptions(**fields)}
 
         def fused(hidden: Tensor) -> Tensor:
