@@ -96,6 +96,14 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     return rows
 
 
+def group_of_rows(name: str, parameter: Any) -> Any:
+    """Return the group of the one mesh dimension that cuts a DTensor into rows."""
+    dims = _sharded_mesh_dims(name, parameter.placements)
+    if len(dims) != 1:
+        raise ValueError(f"{name}: expected Shard(0) on one dimension of its mesh, got {parameter.placements}")
+    return parameter.device_mesh.get_group(dims[0])
+
+
 def _group_of_dims(name: str, mesh: Any, dims: tuple[int, ...]) -> str:
     """Return how to ask for the group of these dimensions, if tensor parallelism cut ``name`` over all of them."""
     if len(dims) > 1:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import weakref
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ from vocab_parallel_ce.integrations.transformers import audit, fsdp, install, un
 from vocab_parallel_ce.integrations.transformers.heads import refusal
 
 in_two_ranks = in_ranks((2,), (), (2,))
-WRAPS = ("root", "reshard", "own", "own, reshard", "list", "ddp", "ddp, unused", "tied", "outer")
+WRAPS = ("root", "reshard", "own", "own, reshard", "own, tokens", "list", "ddp", "ddp, unused", "tied", "outer")
 
 
 def _data_parallel(rank, group, impl, how, dtype):
@@ -39,8 +40,10 @@ def _data_parallel(rank, group, impl, how, dtype):
     else:
         native = expected
     wrapped = small.wrap(model, how, device, policy)
-    install(wrapped, impl=impl)
-    found = small.accumulate(wrapped, batches[rank])
+    own_tokens = how == "own, tokens"
+    install(wrapped, impl=impl, own_tokens=own_tokens)
+    with patch.object(fsdp, "in_forward_of", None if own_tokens else fsdp.in_forward_of):
+        found = small.accumulate(wrapped, batches[rank])
     counts = audit(wrapped)
     gradients = small.gradients_of(wrapped)
     looks = looks_at_logits(wrapped, reference, batches[rank][0])
@@ -129,6 +132,28 @@ def test_states_of_other_wrappers_have_no_groups(monkeypatch):
     state = type("ReplicateState", (), {})()
     monkeypatch.setattr(sys.modules[fsdp.STATES], "_module_state_mapping", {nn.Module(): weakref.ref(state)})
     assert fsdp.fsdp_shard(nn.Parameter(torch.zeros(2))) is None
+
+
+def _without_a_unit(rank, group, impl):
+    """What is said of heads whose shard is no vocabulary shard, and their loss."""
+    device, said = device_of(rank, group), {}
+    for how in ("root", "list"):
+        model = small.wrap(small.small_model("llama").to(device), how, device)
+        install(model, impl=impl, own_tokens=True)
+        error = error_of(partial(model, **small.tokens(device)))
+        said[how] = error or audit(model)
+        uninstall(model)
+    said["rewrite"] = error_of(lambda: install(small.small_model("llama"), own_tokens=True, mechanism="rewrite"))
+    return said
+
+
+@in_two_ranks
+def test_own_tokens_need_a_unit_of_the_head_alone(rank_pool, impl):
+    for said in rank_pool.run(_without_a_unit, impl):
+        no_unit = "own_tokens: the head is in no FSDP unit of its own; call fully_shard(model.lm_head) first"
+        assert said["root"] == {no_unit: 1}
+        assert said["list"].startswith("TypeError: weight: expected a DTensor with own_tokens, got Parameter; wrap the")
+        assert said["rewrite"].startswith("ValueError: own_tokens: expected mechanism='lazy' with it, got 'rewrite'")
 
 
 def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):

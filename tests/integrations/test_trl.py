@@ -323,24 +323,27 @@ def test_a_head_cut_by_tensor_parallelism_has_the_numbers_of_one_rank(rank_pool,
         _assert_same(grads, own_grads)
 
 
-def _in_fsdp(rank, group, has_its_own_group):
+def _in_fsdp(rank, group, how):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     model = _model()
-    if has_its_own_group:
+    if how != "root's group":
         fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    fused.install()
-    found, grads = _call(model, FIELDS, _labels(rank))
+    fused.install(own_tokens=how == "own tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "own tokens":
+            patch.setattr(DTensor, "full_tensor", None)
+        found, grads = _call(model, FIELDS, _labels(rank))
     fused.uninstall()
     return found, {name: grad.full_tensor() for name, grad in grads.items()}, fused.report()
 
 
 @in_two_ranks
-@pytest.mark.parametrize("has_its_own_group", [False, True], ids=["root's group", "own group"])
-def test_gradients_of_a_head_that_fsdp_cut_are_means_over_the_ranks(rank_pool, impl, has_its_own_group):
+@pytest.mark.parametrize("how", ["root's group", "own group", "own tokens"])
+def test_gradients_of_a_head_that_fsdp_cut_are_means_over_the_ranks(rank_pool, impl, how):
     (own, grads_0), (own_1, grads_1) = (_call(_model(), FIELDS, _labels(part)) for part in range(2))
     means = {name: (grads_0[name] + grads_1[name]) / 2 for name in grads_0}
-    results = rank_pool.run(_in_fsdp, has_its_own_group)
+    results = rank_pool.run(_in_fsdp, how)
     for (found, grads, report), expected in zip(results, (own, own_1), strict=True):
         assert report.calls == {"fused": 1}
         _assert_same(found, expected)

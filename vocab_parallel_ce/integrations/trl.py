@@ -20,7 +20,9 @@ from torch import Tensor
 from vocab_parallel_ce.api.distillation import distillation_loss
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.objective import linear_objective
-from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.checks import check_bool
+from vocab_parallel_ce.dtensor import group_of_rows, is_dtensor
+from vocab_parallel_ce.integrations import Report
 from vocab_parallel_ce.integrations.log_probs import divergence_of, head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
 from vocab_parallel_ce.targets import Head, Teacher
@@ -38,6 +40,7 @@ LEFT = {
     "GKD's reductions except batchmean and sum": "this package has a number for each token, not for each of its logits",
 }
 _calls: Counter[str] = Counter()
+_options = {"own_tokens": False}  # of `install`
 
 
 class _NoTensor:
@@ -91,15 +94,16 @@ class _Core:
         reason = _why_left_to_trl((weight,), scales, outputs)
         stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
         _calls[reason or "fused"] += 1
-        if not stays_cut:
+        is_own = _options["own_tokens"] and is_dtensor(weight) and not stays_cut and not reason
+        if not (stays_cut or is_own):
             weight, bias = _gathered(weight), _gathered(bias)
         if reason:
             tensors = hidden, weight, bias, targets, temperature, chunk_size
             core: Any = _switch.original(CORE)
             return core.apply(*tensors, final_logit_softcapping, logit_scale, outputs)
-        if not torch.is_autocast_enabled(hidden.device.type):  # which casts the products alone
+        if not (is_own or torch.is_autocast_enabled(hidden.device.type)):  # which casts the products alone
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
-        group = weight.device_mesh.get_group(TP) if stays_cut else None
+        group = group_of_rows("lm_head.weight", weight) if is_dtensor(weight) else None
         # lse costs nothing, and makes the result a record also if nothing else is asked for.
         record: Any = linear_token_log_probs(
             hidden,
@@ -109,7 +113,7 @@ class _Core:
             group=group,
             outputs=("lse", *requested),
             **scales,
-            options=head_options(),
+            options=head_options(own_tokens=is_own),
         )
         sums, mean = record.sum_sq_probs, record.mean_logit  # as TRL's own, without a gradient
         is_top1 = None
@@ -248,4 +252,17 @@ _switch = Switch(
     LEFT,
     _calls,
 )
-install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
+uninstall, installed, report = _switch.uninstall, _switch.installed, _switch.report
+
+
+def install(*, own_tokens: bool = False) -> Report:
+    """Replace TRL's functions, as :meth:`Switch.install` does.
+
+    Args:
+        own_tokens: heads that FSDP2 cut in a unit of their own are not gathered for log-probabilities
+            (:class:`HeadOptions`); ``DistillationTrainer`` gathers both heads as before.
+    """
+    check_bool("own_tokens", own_tokens)
+    made = _switch.install()
+    _options["own_tokens"] = own_tokens
+    return made

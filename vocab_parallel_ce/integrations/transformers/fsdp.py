@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vocab_parallel_ce.dtensor import group_of_rows, is_dtensor
+
 HOOKS = "torch.distributed.fsdp._fully_shard._fsdp_state"
 STATES = "torch.distributed._composable_state"
 UNKNOWN = f"torch {torch.__version__} does not say which weights FSDP gathers"
@@ -62,6 +64,18 @@ def refusal(head: Any) -> str | None:
     if head._get_fsdp_state()._mp_policy.output_dtype is not None:
         return "FSDP casts what the head returns"
     return None
+
+
+def shard_group(head: Any) -> tuple[str | None, Any]:
+    """Return why FSDP's shard of the head is no vocabulary shard, or None and the group that it is cut over."""
+    if not has_own_group(head):
+        return "own_tokens: the head is in no FSDP unit of its own; call fully_shard(model.lm_head) first", None
+    if not is_dtensor(head.weight):
+        return "own_tokens: FSDP has gathered the head's weight outside of its forward", None
+    try:
+        return None, group_of_rows("own_tokens: weight", head.weight)
+    except ValueError as error:  # tensor parallelism cut it too
+        return str(error), None
 
 
 def dtype_in_forward(head: Any) -> torch.dtype:

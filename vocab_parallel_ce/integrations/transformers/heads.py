@@ -114,6 +114,8 @@ class HeadCall(Head):
 
     def loss(self, hidden: Tensor, labels: Tensor, n_columns: int, **options: Any) -> Tensor:
         module, group = self.plan.module, self.plan.group
+        if self.plan.options.get("own_tokens"):
+            return self._own_loss(hidden, labels, vocab_size=n_columns, **options)
         # Trainer waits for the device too, to count the labels of a batch. A captured CUDA graph cannot.
         captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         valid_tokens = "count" if self.requires_grad and not captures else None
@@ -130,6 +132,15 @@ class HeadCall(Head):
             return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)
 
         return fsdp.in_forward_of(module, fused, hidden) if fsdp.has_own_group(module) else fused(hidden)
+
+    def _own_loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Return the loss of this rank's tokens over FSDP's shard. Those that are ignored are not sent."""
+        module, group = self.plan.module, self.plan.group
+        if options["reduction"] != "none":
+            is_valid = labels != options["ignore_index"]
+            hidden, labels = hidden[is_valid], labels[is_valid]
+        options |= {"group": group, "bias": module.bias, "options": HeadOptions(**self.plan.options)}
+        return linear_cross_entropy(hidden, module.weight, labels, **options)
 
 
 class GatheredHeadCall(HeadCall):
@@ -234,6 +245,8 @@ def lazy_head(model: Any, options: dict[str, Any], *heads: Any) -> Iterator[Call
             yield record
             return
         reason, group = refusal(head)
+        if reason is None and options.get("own_tokens"):
+            reason, group = fsdp.shard_group(head)
         if reason is None:
             break
     if reason is not None:

@@ -53,7 +53,7 @@ WITHOUT_LABELS = (
 NO_HEAD = "get_output_embeddings() returns no head"
 NO_LANGUAGE_MODEL = "its forward takes no labels, or its models have no head that makes logits of tokens"
 WHEN_BUILT = "each class of language models, when its first model is built"
-OPTIONS = ("chunk_size", "gradient", "impl", "valid_tokens")
+OPTIONS = ("chunk_size", "gradient", "impl", "valid_tokens", "own_tokens", "max_tokens")
 
 
 class Replaced(NamedTuple):
@@ -79,8 +79,9 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
             somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
         imported_later: with ``target=None``, also classes that are imported after this call.
-        options: ``chunk_size``, ``gradient``, ``impl`` and ``valid_tokens`` of :class:`HeadOptions`. The last
-            is ``"count"`` by default where gradients are computed and no CUDA graph is captured.
+        options: ``chunk_size``, ``gradient``, ``impl``, ``valid_tokens``, ``own_tokens`` and ``max_tokens`` of
+            :class:`HeadOptions`. ``valid_tokens`` is ``"count"`` by default where gradients are computed and no CUDA
+            graph is captured. With ``own_tokens``, heads that FSDP2 cut in a unit of their own are not gathered.
 
     Returns:
         The report: which forwards are replaced, which are left and why, and what became of all calls so far.
@@ -92,7 +93,8 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
     check_known(options, OPTIONS)
-    HeadOptions(**options)  # checks them
+    if HeadOptions(**options).own_tokens and mechanism != "lazy":
+        raise ValueError(f"own_tokens: expected mechanism='lazy' with it, got {mechanism!r}; leave one out")
     warn_if_newer("transformers")
     if target is None:
         _check_same(mechanism, options)
