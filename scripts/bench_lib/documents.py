@@ -38,6 +38,7 @@ FILES = {
     "transformers": "transformers_step",
     "ignored": "transformers_ignored",
     "megatron": "megatron",
+    "fsdp": "fsdp",
 }
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
