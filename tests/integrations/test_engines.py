@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from tests.support.frameworks.rl import real_module
 from tests.support.frameworks.transformers_ranks import RATE, halves, small_model
 from tests.support.frameworks.transformers_steps import calls_of, own_step
+from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import audit, install, report, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step
@@ -26,7 +27,6 @@ STEPS = 3
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # DeepSpeed's globals, which another test of these ranks may have left.
 OF_TENSOR_PARALLELISM = ("mpu", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
-PARTITIONED = "DeepSpeed ZeRO-3 has partitioned the head"
 ZERO = {f"ZeRO-{stage}": stage for stage in range(4)}
 SHARDED = {f"FSDP1, {name}": getattr(ShardingStrategy, name) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")}
 
@@ -147,12 +147,38 @@ def _pair(rank, device, impl, name, dtype, mechanism):
 def _assert_same(pair, name, dtype):
     """Losses of all steps, and the weights' changes, which are the sums of the gradients times the rate."""
     (expected, truth, none), (losses, changes, counts) = pair
-    assert not none and counts == {PARTITIONED if name == "ZeRO-3" else "fused": STEPS}
+    assert not none and counts == {"fused": STEPS}
     assert expected[-1] < 0.99 * expected[0]  # the steps matter
     assert losses == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-3)
     for each, change in truth.items():
         error, size = (changes[each] - change).norm(), change.norm()
         assert size > 0 and error <= (1e-4 if dtype == "fp32" else 0.05) * size, (each, error / size)
+
+
+def _looked_at(rank, group, impl):
+    """What became of the logits of a model that ZeRO-3 has partitioned, after its forward and without gradients."""
+    device = device_of(rank, group)
+    with patch.dict(os.environ, {"LOCAL_RANK": str(rank)}), patch.object(F, "linear", F.linear):
+        model, batch = small_model("llama").to(device), halves(device)[rank][0]
+        expected = model(**batch).logits
+        engine = _deepspeed(model, "ZeRO-3", torch.float32, device).model
+        install(model, impl=impl)
+        try:
+            late = error_of(lambda: engine(**batch).logits.sum().item())
+            with torch.no_grad():
+                error = (engine(**batch).logits - expected).abs().max()
+            return late, error, audit(model)
+        finally:
+            uninstall(model)
+
+
+@in_two_ranks
+def test_logits_of_a_partitioned_head_are_not_made_after_its_forward(rank_pool, impl):
+    real_module("deepspeed")
+    unsure = "DeepSpeed ZeRO-3 has partitioned the head, whose logits may be looked at later without gradients"
+    for late, error, counts in rank_pool.run(_looked_at, impl):
+        assert late.startswith("RuntimeError: logits: looked at after the forward of a model whose head ZeRO-3")
+        assert error < 1e-5 and counts == {"fused": 1, "logits made after the call": 1, unsure: 1}
 
 
 @pytest.mark.parametrize(("name", "dtype", "mechanism"), [case for case in CASES if case[0] in ON_RANKS])

@@ -138,7 +138,8 @@ def test_each_rank_has_the_loss_of_its_own_tokens(rank_pool, impl, kind, which):
     options = {"chunk_size": 2 * n_ranks} if which == "uneven" else {"max_tokens": 9}
     found = rank_pool.run(_own, impl, kind, counts, n_columns, options)
     truth, peer = (_expected(kind, counts, n_columns, dtype) for dtype in (torch.float64, torch.float32))
-    largest = max(grad.abs().max() for grad in truth[1] if grad.numel())
+    # log-probabilities of up to some 4, and numbers of the gradients, are added on the way
+    largest = max(4.0, *(float(grad.abs().max()) for grad in truth[1] if grad.numel()))
     for rank, (loss, d_hidden, d_weight) in enumerate(found):
         assert_within_budget(loss, truth[0][rank], peer[0][rank], magnitude=8.0)
         assert_within_budget(d_weight, truth[2], peer[2], magnitude=largest)

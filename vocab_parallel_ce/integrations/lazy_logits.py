@@ -140,8 +140,9 @@ class LazyLogits(Tensor):
         other_checkpoint = checkpoint_hook() not in (None, self._head.checkpoint)
         if self._head.is_made or self._recorded is None or not is_as_made or other_checkpoint or is_read_later:
             return NotImplemented
-        # Inside an autograd Function, what is recorded would not be its output. DDP's function clones what it ignores.
-        if hides_gradient and name != "clone":
+        # Inside an autograd Function, what is recorded would not be its output, but what is recorded last may be: DDP's
+        # function clones what it ignores, and that of ZeRO-3 detaches it.
+        if name == "detach" and not hides_gradient or hides_gradient and name not in ("clone", "detach"):
             return NotImplemented
         return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _record(func, name, args, kwargs)
 
@@ -259,7 +260,7 @@ def _record(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         new = _scaled(recorded, args[1:], kwargs, name in DIVIDE)
     elif name == "tanh" and recorded.softcap is None:
         new = recorded._replace(softcap=1.0)
-    elif name in ("float", "to", "contiguous", "clone"):
+    elif name in ("float", "to", "contiguous", "clone", "detach"):
         new = recorded if _keeps_values(lazy, name, args[1:], kwargs) else None
     elif name in ("view", "reshape", "flatten"):
         new = _viewed(lazy, recorded, func, args, kwargs)
@@ -310,7 +311,7 @@ def _scaled(recorded: Recorded, others: Any, kwargs: Any, divides: bool) -> Reco
 
 def _keeps_values(lazy: LazyLogits, name: str, others: Any, kwargs: Any) -> bool:
     """Return whether a cast changes no value and no device."""
-    if name in ("contiguous", "clone"):
+    if name in ("contiguous", "clone", "detach"):
         return True
     if name == "float":
         return not others and not kwargs

@@ -131,7 +131,8 @@ class HeadCall(Head):
         def fused(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)
 
-        return fsdp.in_forward_of(module, fused, hidden) if fsdp.has_own_group(module) else fused(hidden)
+        is_gathered = fsdp.has_own_group(module) or is_partitioned(module)
+        return fsdp.in_forward_of(module, fused, hidden) if is_gathered else fused(hidden)
 
     def _own_loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Return the loss of this rank's tokens over FSDP's shard. Those that are ignored are not sent."""
@@ -156,6 +157,22 @@ class GatheredHeadCall(HeadCall):
         torch.autograd.backward(self.graph()[0], grad, retain_graph=True)
         d_hidden, self._leaf.grad = self._leaf.grad, None
         return [d_hidden, *[None] * len(self.parameters)]
+
+
+class PartitionedHeadCall(GatheredHeadCall):
+    """One call of a head that DeepSpeed ZeRO-3 has partitioned: the hooks of its forward gather its parameters."""
+
+    def __init__(self, plan: HeadPlan, hidden: Tensor) -> None:
+        self.plan = plan
+        Head.__init__(self, hidden, ())  # the memory of its parameters comes and goes
+
+    def logits(self, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        if self.plan.record.is_over:
+            raise RuntimeError(
+                "logits: looked at after the forward of a model whose head ZeRO-3 has partitioned, where nobody tells "
+                "if its weight has changed; look at them inside of the forward, or uninstall() for this call"
+            )
+        return super().logits(hidden, *parameters)
 
 
 class _NotLazy(nn.Module):
@@ -187,6 +204,7 @@ class LazyCall:
             plan.record.report(why)
             return self.head._call_impl(*args, **kwargs)
         kind = GatheredHeadCall if fsdp.has_own_group(self.head) else HeadCall
+        kind = PartitionedHeadCall if is_partitioned(self.head) else kind
         return lazy_logits(kind(plan, args[0]), Recorded(args[0], self.head.out_features))
 
 
@@ -269,13 +287,23 @@ def refusal(head: Any) -> tuple[str | None, Any]:
     if reason is not None:
         return reason, None
     own_group = fsdp.has_own_group(head)
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    of_engine = is_partitioned(head) and all(getattr(h, "__module__", "").startswith("deepspeed.") for h in hooks)
     try:
-        group = tensor_parallel_group(head, hooks=not own_group)
+        group = tensor_parallel_group(head, hooks=not (own_group or of_engine))
     except ValueError as error:
         return str(error), None
     if is_dtensor(head.weight) and group is None and not own_group:
         return "the head's weight is a DTensor, and no tensor parallelism cut it", None
     return None, group
+
+
+def is_partitioned(head: Any) -> bool:
+    """Return whether DeepSpeed ZeRO-3 has partitioned the head. It would gather a weight that is read in a forward."""
+    found = hasattr(dict.get(head._parameters, "weight"), "ds_id")
+    if found and hasattr(head._parameters, "_in_forward"):
+        head._parameters._in_forward = False  # until the next forward of the engine
+    return found
 
 
 def refusal_of_module(head: Any) -> str | None:
@@ -284,16 +312,17 @@ def refusal_of_module(head: Any) -> str | None:
         return "hooks of all modules, or another nn.Linear.forward, which the fused loss would skip"
     if fsdp.class_of(head) is not nn.Linear:
         return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
-    if hasattr(head.weight, "ds_id"):
-        return "DeepSpeed ZeRO-3 has partitioned the head"
+    if is_partitioned(head) and not torch.is_grad_enabled():
+        return "DeepSpeed ZeRO-3 has partitioned the head, whose logits may be looked at later without gradients"
     if not isinstance(head._compiled_call_impl, LazyCall | None):
         return "the head is compiled"
     if head._backward_hooks or head._backward_pre_hooks:
         return "the head has backward hooks"
     weight = head.weight
     is_plain = type(weight) in (Tensor, nn.Parameter) or is_dtensor(weight)
-    if not is_plain or weight.dtype not in HEAD_DTYPES or weight.dim() != 2:
-        return f"the head's weight is a {type(weight).__name__} {weight.dtype} {tuple(weight.shape)}"
+    shape = tuple(getattr(weight, "ds_shape", weight.shape))
+    if not is_plain or weight.dtype not in HEAD_DTYPES or len(shape) != 2:
+        return f"the head's weight is a {type(weight).__name__} {weight.dtype} {shape}"
     return None
 
 
@@ -302,6 +331,8 @@ def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return "a head called with other arguments than one tensor"
     (hidden,) = args
+    if is_partitioned(head) and not hidden.requires_grad:
+        return "hidden states without a gradient, of a head that DeepSpeed ZeRO-3 has partitioned"
     if has_no_values(hidden):
         return f"hidden states without values, {type(hidden).__name__} on {hidden.device}"
     autocasts = torch.is_autocast_enabled(hidden.device.type)
