@@ -89,10 +89,7 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         TypeError: target is neither a model nor a class of models; an option has another name.
         ValueError: the forward of a target passed explicitly cannot be replaced.
     """
-    if mechanism not in MECHANISMS:
-        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    check_known(options, OPTIONS)
-    HeadOptions(**options)  # checks them
+    check_options(mechanism, **options)
     warn_if_newer("transformers")
     if target is None:
         _check_same(mechanism, options)
@@ -116,6 +113,14 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         if what.endswith(" (one model)"):
             logger.warning("vocab_parallel_ce: %s: %s", what, why)
     return made
+
+
+def check_options(mechanism: str = "lazy", **options: Any) -> None:
+    """Raise what :func:`install` raises for options; nothing is installed."""
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
+    check_known(options, OPTIONS)
+    HeadOptions(**options)  # checks them
 
 
 def _check_same(mechanism: str, options: dict[str, Any]) -> None:
@@ -379,7 +384,6 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
     original = base.__init__
     if hasattr(original, "vocab_parallel_ce"):
         return
-
     seen = weakref.WeakSet(imported_classes())
 
     @functools.wraps(original)
