@@ -55,7 +55,7 @@ CASES = [
 @pytest.mark.parametrize(("how", "name", "tied", "fused"), CASES)
 @in_two_ranks
 def test_a_cut_head_trains_as_a_whole_one_without_its_logits(rank_pool, impl, tmp_path, how, name, tied, fused):
-    if small.IS_5_17 and (how, name) == ("plan", "gemma2"):
+    if small.UP_TO_5_17 and (how, name) == ("plan", "gemma2"):
         pytest.skip("transformers 5.17's own logits of a cut Gemma 2 differ by 3e-5 from those of a whole one")
     options = {"tied": tied, "pad_token_id": small.PADDING}
     path = None if how == "head" else tmp_path

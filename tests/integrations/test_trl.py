@@ -1,5 +1,7 @@
 """TRL's fused head with this package's core: the numbers, gradients and training curves of TRL's own."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -365,5 +367,23 @@ def _refusals(rank, group):
 @in_two_ranks
 def test_a_head_that_anybody_may_have_cut_is_refused(rank_pool, impl):
     no_name = r'ValueError: lm_head\.weight: .*mesh without names.*name the dimension "tp"'
-    cut_twice = "ValueError: weight: .*tensor parallelism and FSDP both cut it"
+    cut_twice = r"ValueError: lm_head\.weight: .*tensor parallelism and FSDP both cut it"
     assert_refused(rank_pool.run(_refusals), {"no name": no_name, "cut twice": cut_twice})
+
+
+@pytest.mark.reference
+def test_of_trl_1_9_only_gkds_divergence_is_replaced(monkeypatch):
+    class Core(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx, last_hidden, weight, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
+        ):
+            raise NotImplementedError
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Core)
+    monkeypatch.delattr(utils, "DTensor")
+    monkeypatch.setitem(sys.modules, "trl.trainer.distillation_trainer", None)
+    report = fused.install()
+    assert report.rebound == ("trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",)
+    assert utils._ChunkedLogProbFunction is Core and "stays TRL's; install trl 1.16" in report.left[fused.CORE]
+    assert {fused.CORE, fused.DIVERGENCE, "trl.trainer.utils:DTensor"} <= report.left.keys()

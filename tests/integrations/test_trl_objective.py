@@ -64,7 +64,7 @@ def test_the_report_of_transformers_says_that_a_trainer_has_trls_head(tmp_path):
     trainer.train()
     made = transformers.report()
     assert made.calls == {"fused": 0} and "fused: 0" in str(made)
-    said = "TRL gave it a head of its own, which trl.install() computes"
+    said = "TRL gave it a head of its own, which trl.install() computes from TRL 1.16 on"
     assert f"{type(trainer.model).__name__} (one model): {said}" in str(made)
     assert transformers.audit(trainer.model) == {said: 0}
     forward = trainer.model.forward

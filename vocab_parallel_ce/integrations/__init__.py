@@ -16,8 +16,9 @@ from vocab_parallel_ce.options import HEAD_FIELDS, HeadOptions
 
 # The versions that the tests ran with.
 TESTED = {
-    "transformers": ("5.17.0", "5.23.0"),
-    "trl": ("1.16.0",),
+    "transformers": ("5.16.1", "5.17.0", "5.23.0"),
+    "trl": ("1.9.0", "1.16.0"),
+    "axolotl": ("0.19.0",),
     "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "torchtitan": ("0.3.0",),
     "verl": ("0.9.1",),

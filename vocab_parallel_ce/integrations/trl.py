@@ -4,7 +4,7 @@ The trainers of TRL 1.16 take the log-probabilities of the labels, and more, fro
 forward of ``trl.trainer.utils.add_fused_lm_head`` calls. :func:`install` replaces that Function, also for models that
 have this forward already. A head that tensor parallelism cut stays cut: TRL gathers its weight. It also replaces the
 divergences of ``DistillationTrainer``, a function of the hidden states and heads of student and teacher, and of
-``trl.experimental.gkd.GKDTrainer``, one of both logits.
+``trl.experimental.gkd.GKDTrainer``, one of both logits. Of TRL 1.9 it replaces the last alone, and reports the others.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ LEFT = {
     "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
     "GKD's reductions except batchmean and sum": "this package has a number for each token, not for each of its logits",
 }
+OF_TRL_1_9 = ["last_hidden", "weight", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale"]
 _calls: Counter[str] = Counter()
 _options = {"own_tokens": False}  # of `install`
 
@@ -233,9 +234,11 @@ def _generalized_jsd_loss(
 
 
 def _stand_in(core: Any) -> Any:
-    """Return what stands for TRL's Function, if that has the parameters of TRL 1.16."""
-    expected = [*inspect.signature(_Core.apply).parameters]
-    if [*inspect.signature(core.forward).parameters][1:] != expected:
+    """Return what stands for TRL's Function, if that has the parameters of TRL 1.16; ImportError leaves TRL 1.9's."""
+    expected, got = [*inspect.signature(_Core.apply).parameters], [*inspect.signature(core.forward).parameters][1:]
+    if got == OF_TRL_1_9:
+        raise ImportError("TRL 1.9's, which takes no bias and no outputs, stays TRL's; install trl 1.16")
+    if got != expected:
         version = importlib.import_module("trl").__version__
         raise ValueError(f"trl: expected the fused head of TRL 1.16, got another in TRL {version}; install trl 1.16")
     return _Core
@@ -247,7 +250,7 @@ _switch = Switch(
         CORE: Around(_stand_in, everywhere=False),
         DIVERGENCE: _chunked_divergence_loss,
         GKD: _generalized_jsd_loss,
-        "trl.trainer.utils:DTensor": Around(lambda _: _NoTensor, everywhere=False),
+        "trl.trainer.utils:DTensor": Around(lambda _: _NoTensor, optional=True, everywhere=False),  # TRL 1.9 has none
     },
     LEFT,
     _calls,

@@ -20,8 +20,8 @@ from transformers.distributed import DistributedConfig
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import shard_lm_head
 
-IS_5_17 = transformers.__version__.startswith("5.17.")
-VOCABULARY = 2000 if IS_5_17 else 1999  # transformers 5.17 cuts only heads that divide
+UP_TO_5_17 = transformers.__version__.startswith(("5.16.", "5.17."))
+VOCABULARY = 2000 if UP_TO_5_17 else 1999  # transformers 5.17 and before cut only heads that divide
 WIDTH, TOKENS = 16, (2, 32)  # the logits are the largest tensor of a step by far
 LOGITS = VOCABULARY * TOKENS[0] * TOKENS[1]
 HALF = (VOCABULARY + 1) // 2

@@ -79,9 +79,8 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
             somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
         imported_later: with ``target=None``, also classes that are imported after this call.
-        options: ``chunk_size``, ``gradient``, ``impl``, ``valid_tokens``, ``own_tokens`` and ``max_tokens`` of
-            :class:`HeadOptions`. ``valid_tokens`` is ``"count"`` by default where gradients are computed and no CUDA
-            graph is captured. With ``own_tokens``, heads that FSDP2 cut in a unit of their own are not gathered.
+        options: of :class:`HeadOptions`. ``valid_tokens`` is ``"count"`` by default where gradients are computed and no
+            CUDA graph is captured. With ``own_tokens``, heads in an FSDP2 unit of their own are not gathered.
 
     Returns:
         The report: which forwards are replaced, which are left and why, and what became of all calls so far.
@@ -90,11 +89,7 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         TypeError: target is neither a model nor a class of models; an option has another name.
         ValueError: the forward of a target passed explicitly cannot be replaced.
     """
-    if mechanism not in MECHANISMS:
-        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    check_known(options, OPTIONS)
-    if HeadOptions(**options).own_tokens and mechanism != "lazy":
-        raise ValueError(f"own_tokens: expected mechanism='lazy' with it, got {mechanism!r}; leave one out")
+    check_options(mechanism, **options)
     warn_if_newer("transformers")
     if target is None:
         _check_same(mechanism, options)
@@ -118,6 +113,14 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
         if what.endswith(" (one model)"):
             logger.warning("vocab_parallel_ce: %s: %s", what, why)
     return made
+
+
+def check_options(mechanism: str = "lazy", **options: Any) -> None:
+    """Raise what :func:`install` raises for options; nothing is installed."""
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
+    check_known(options, OPTIONS)
+    HeadOptions(**options)  # checks them
 
 
 def _check_same(mechanism: str, options: dict[str, Any]) -> None:
@@ -381,7 +384,6 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
     original = base.__init__
     if hasattr(original, "vocab_parallel_ce"):
         return
-
     seen = weakref.WeakSet(imported_classes())
 
     @functools.wraps(original)

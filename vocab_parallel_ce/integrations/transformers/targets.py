@@ -101,7 +101,7 @@ def not_reached(model: Any) -> str | None:
         return None
     maker = maker_of(vars(model)["forward"])
     if maker.partition(".")[0] == "trl":  # which asks functools.wraps for a signature, and calls nothing of it
-        return "TRL gave it a head of its own, which trl.install() computes"
+        return "TRL gave it a head of its own, which trl.install() computes from TRL 1.16 on"
     if is_installed(inspect.unwrap(forward, stop=is_installed)):
         return None
     return f"its forward, by {maker}, is from before install(): make it after"
