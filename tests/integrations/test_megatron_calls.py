@@ -143,7 +143,7 @@ def test_an_option_of_the_head_on_the_fallback_path(rank_pool, impl, asked, dtyp
 @pytest.mark.reference
 def test_each_option_is_tried_on_the_fallback_path():
     tried = {name for asked in OPTIONS for name in asked} | {"impl"}
-    assert tried == set(megatron.patch.OPTIONS)
+    assert tried == set(losses.OPTIONS)
 
 
 def _buffers(rank, group, impl, tied, overlap):
