@@ -135,9 +135,7 @@ def test_the_override_of_torchtitans_registry_patches_nothing(compiled):
 
 @pytest.mark.reference
 def test_an_override_with_another_gradient_is_refused():
-    with pytest.raises(
-        ValueError, match="^gradient: expected one of 'auto', .*, got 'in_forward'"
-    ):
+    with pytest.raises(ValueError, match="^gradient: expected one of 'auto', .*, got 'in_forward'"):
         _overridden(titan.CrossEntropyLoss.Config(), gradient="in_forward").build()
 
 
