@@ -85,6 +85,23 @@ def test_signatures_smoothing_labels_and_padding(rank_pool, impl):
         assert not loss[0].any() and not loss[1, 0] and not gradient[0].any() and not gradient[1, 0].any()
 
 
+def _bound(rank, group, impl):
+    """What install() says of a model that bound Megatron's loss, and then one of ours, as 0.20 may when it is built."""
+    with stubs.megatron_ranks(rank, group, 2):
+        model, found = stubs.small_model("gpt", device_of(rank, group)), []
+        for loss in (tensor_parallel.vocab_parallel_cross_entropy, losses.fused_vocab_parallel_cross_entropy):
+            model.vocab_parallel_cross_entropy = loss
+            with megatron.installed(linear=True) as report:
+                found.append(report.left.get("the loss of 1 models that exist", ""))
+        return found
+
+
+@in_two_ranks
+def test_models_that_bound_their_loss_are_named(rank_pool, impl):
+    for theirs, ours in rank_pool.run(_bound, impl):
+        assert theirs.endswith("build them after install()") and not ours
+
+
 # Each option of install(linear=True), with a value that is not the default.
 OPTIONS = [
     {"gradient": "in_backward"},
@@ -143,7 +160,7 @@ def test_an_option_of_the_head_on_the_fallback_path(rank_pool, impl, asked, dtyp
 @pytest.mark.reference
 def test_each_option_is_tried_on_the_fallback_path():
     tried = {name for asked in OPTIONS for name in asked} | {"impl"}
-    assert tried == set(megatron.patch.OPTIONS)
+    assert tried == set(losses.OPTIONS)
 
 
 def _buffers(rank, group, impl, tied, overlap):

@@ -1,5 +1,7 @@
 """torchtitan's losses with this package's core: the numbers and gradients of torchtitan's own, and of fp64."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,8 @@ pytest.importorskip("torchtitan", minversion="0.3")
 pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)  # needs spmd_types and tyro too
 
 from torchtitan.components import loss as titan
+from torchtitan.config import CompileConfig, Configurable
+from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import spmd_types, utils
 
 from vocab_parallel_ce.integrations import torchtitan as ours
@@ -98,6 +102,43 @@ def test_the_chunked_loss_calls_ours_for_each_chunk():
     torch.testing.assert_close(found, (truth.detach(), leaf.grad, own.grad), check_dtype=False, rtol=1e-5, atol=1e-6)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Root(Configurable.Config):
+    """The part of a trainer's config that has a loss."""
+
+    loss: titan.BaseLoss.Config
+
+
+def _overridden(loss, **options):
+    """The loss that torchtitan's registry puts in the place of ``loss``, and its config."""
+    root = _Root(loss=loss)
+    apply_overrides(OverrideConfig(imports=[(f"{ours.__name__}_loss.cross_entropy", options)]), root)
+    return root.loss
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("compiled", [None, CompileConfig(enable=True, components=["loss"], backend="aot_eager")])
+def test_the_override_of_torchtitans_registry_patches_nothing(compiled):
+    own = titan.CrossEntropyLoss.Config(global_vocab_size=21)
+    config = _overridden(titan.ChunkedLossWrapper.Config(loss_fn=own), gradient="out_of_place")
+    assert type(config) is titan.ChunkedLossWrapper.Config and config.loss_fn.global_vocab_size == 21
+    logits, labels = _inputs(21)
+    leaf, count = logits.clone().requires_grad_(), torch.tensor(7.0)
+    found, _ = config.loss_fn.build(compile_config=compiled)(leaf * 1.0, labels, count)
+    found.backward()
+    expected = titan.CrossEntropyLoss.Config().build()(logits, labels, count)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    given = logits, labels, torch.tensor(1 / 7)
+    assert_right(Results((7 * found.detach(),), leaf.grad), *given, **SUM)
+    assert OWN["cross_entropy_loss"] is titan.cross_entropy_loss and not ours.report().installed
+
+
+@pytest.mark.reference
+def test_an_override_with_another_gradient_is_refused():
+    with pytest.raises(ValueError, match="^gradient: expected one of 'auto', .*, got 'in_forward'"):
+        _overridden(titan.CrossEntropyLoss.Config(), gradient="in_forward").build()
+
+
 @pytest.mark.reference
 def test_losses_that_are_built_meanwhile_are_torchtitans_own_again_afterwards():
     logits, labels = _inputs(21)
@@ -135,7 +176,7 @@ def _with_gradient(function, leaf, labels, grad, **options):
 
 
 def _on_shards(rank, group, impl, backend, name, vocab_size, options):
-    """Ours, and torchtitan's own, of logits that are cut over both ranks."""
+    """Ours, and torchtitan's own, of logits that are cut over both ranks; and the override has ours."""
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
     logits, labels = (tensor.to(device) for tensor in _inputs(vocab_size))
@@ -155,6 +196,10 @@ def _on_shards(rank, group, impl, backend, name, vocab_size, options):
             with ours.installed(vocab_size=vocab_size, impl=impl):
                 found = _with_gradient(getattr(titan, name), leaf, labels, grad, **options)
                 assert ours.report().calls == {"fused": 1}
+            if name == "cross_entropy_loss":
+                loss = _overridden(titan.CrossEntropyLoss.Config(global_vocab_size=vocab_size), impl=impl).build()
+                again = _with_gradient(lambda *args, **_: loss(*args)[0], leaf, labels, grad)
+                assert torch.equal(again[0][0], found[0][0]) and again[2] == found[2]
             own = None
             # torchtitan's own takes no empty shards, and gathers no uneven ones.
             if vocab_size > 1 and not (plain and name == "compute_logprobs" and vocab_size % 2):

@@ -61,15 +61,24 @@ def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str 
     checks.check_choice("gradient", gradient, GRADIENTS)
     checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
     if not _options:
-        module = importlib.import_module(LOSS)
-        for name in ("get_spmd_backend", "spmd_mesh_size", "current_spmd_mesh", "spmd"):
-            if not hasattr(module, name):
-                raise ValueError(f"{LOSS}.{name}: expected that of torchtitan 0.3, got no such name; install 0.3")
-            _titan[name] = getattr(module, name)
+        load()
         _switch.install()
-        _titan.update({name: _switch.original(f"{LOSS}:{name}") for name in ("cross_entropy_loss", "compute_logprobs")})
     _options.update(vocab_size=vocab_size, gradient=gradient, impl=impl)
     return report()
+
+
+def load() -> None:
+    """Keep what ours need of torchtitan, and its own functions.
+
+    Raises:
+        ValueError: it has no such names.
+    """
+    module = importlib.import_module(LOSS)
+    for name in ("get_spmd_backend", "spmd_mesh_size", "current_spmd_mesh", "spmd"):
+        if not hasattr(module, name):
+            raise ValueError(f"{LOSS}.{name}: expected that of torchtitan 0.3, got no such name; install 0.3")
+        _titan[name] = getattr(module, name)
+    _titan.update({name: _switch.original(f"{LOSS}:{name}") for name in ("cross_entropy_loss", "compute_logprobs")})
 
 
 def uninstall() -> None:
@@ -105,15 +114,20 @@ def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None 
         labels: ``[B, L]`` global ids, or -100; plain or a DTensor.
         global_vocab_size: ``V``, needed for plain shards.
     """
-    if _left_to_torchtitan(pred):
+    return summed_loss(_options, pred, labels, global_vocab_size=global_vocab_size)
+
+
+def summed_loss(asked: dict[str, Any], pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
+    """Compute :func:`cross_entropy_loss` with these options of :func:`install`; if empty, torchtitan computes it."""
+    if _left_to_torchtitan(pred, asked):
         return _titan["cross_entropy_loss"](pred, labels, global_vocab_size=global_vocab_size)
-    options = {"reduction": "sum", "gradient": _options["gradient"], "impl": _options["impl"]}
+    options = {"reduction": "sum", "gradient": asked["gradient"], "impl": asked["impl"]}
     if is_dtensor(pred):
         return dtensor.cross_entropy(pred, labels, **options)
     group = _vocabulary_group()
     if group is None:
         return vocab_parallel_cross_entropy(pred, labels, **options)
-    vocab_size = _options["vocab_size"] if global_vocab_size is None else global_vocab_size
+    vocab_size = asked["vocab_size"] if global_vocab_size is None else global_vocab_size
     if vocab_size is None:
         raise TypeError(
             "global_vocab_size: expected the size of the vocabulary with plain shards, got None; give it to "
@@ -133,7 +147,7 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
         labels: ``[B, L]`` global ids, or -100, which has log-probability 0.
         return_entropy: also return the entropies, of ignored tokens too. They have no gradient.
     """
-    if _left_to_torchtitan(logits, has_vocab_size=_options.get("vocab_size") is not None):
+    if _left_to_torchtitan(logits, _options, has_vocab_size=_options.get("vocab_size") is not None):
         return _titan["compute_logprobs"](logits, labels, return_entropy=return_entropy)
     options = {"gradient": _options["gradient"], "impl": _options["impl"]}
     group = None if is_dtensor(logits) else _vocabulary_group()
@@ -163,9 +177,9 @@ def _vocabulary_group() -> Any:
     return _titan["current_spmd_mesh"]().get_group("tp")
 
 
-def _left_to_torchtitan(logits: Any, has_vocab_size: bool = True) -> bool:
+def _left_to_torchtitan(logits: Any, asked: dict[str, Any], has_vocab_size: bool = True) -> bool:
     """Return whether torchtitan's own function computes the call, and count the call."""
-    if not _options:
+    if not asked:
         return True
     reason = "fused"
     if is_dtensor(logits):

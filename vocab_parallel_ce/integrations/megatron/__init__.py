@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vocab_parallel_ce.integrations.megatron.losses import output_processor
 from vocab_parallel_ce.integrations.megatron.patch import install, installed, report, uninstall
 
-__all__ = ["install", "installed", "report", "uninstall"]
+__all__ = ["install", "installed", "output_processor", "report", "uninstall"]

@@ -37,6 +37,8 @@ class ModelCall:
     def lazy_output_layer(self) -> Iterator[None]:
         """Let the output layer return lazy logits. Its hooks run, and see them."""
         layer = self.model.output_layer
+        if "forward" in vars(layer):
+            raise ValueError("output_layer: has a forward of its own, which the linear loss would skip")
         original = layer.forward
 
         def forward(
@@ -185,8 +187,6 @@ def with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         layer, labels = getattr(self, "output_layer", None), arguments.get("labels")
         if labels is None or layer is None or hasattr(layer.forward, "is_lazy"):
             return original(self, *args, **kwargs)
-        if "forward" in vars(layer):
-            raise ValueError("output_layer: has a forward of its own, which the linear loss would skip")
         call = ModelCall(self, labels, arguments.get("loss_mask"), arguments.get("packed_seq_params"))
         with call.lazy_output_layer():
             return original(self, *args, **kwargs)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from vocab_parallel_ce.checks import check_bool, check_choice
-from vocab_parallel_ce.integrations import Report, check_known
+from vocab_parallel_ce.checks import check_bool
+from vocab_parallel_ce.integrations import Report
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
-from vocab_parallel_ce.options import HEAD_FIELDS, HeadOptions, Settings, check_settings
 
 CORE = "megatron.core"
 LANGUAGE_MODULE = f"{CORE}.models.common.language_module.language_module"
@@ -38,8 +38,6 @@ LINEAR = {  # optional: no version has all of them, and MambaModel may inherit i
 }
 LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
 LEFT_OF_LINEAR = {"output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is"}
-OPTIONS = ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")
-OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
 
 _switch = Switch("Megatron-Core 0.16 to 0.19", LOSSES, calls=losses.calls)
@@ -67,14 +65,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         ValueError: it is installed with other options.
     """
     check_bool("linear", linear)
-    check_known(options, OPTIONS)
-    check_settings(Settings(**{name: value for name, value in options.items() if name != "chunk_size"}), 1)
-    if "chunk_size" in options and not linear:
-        raise ValueError("chunk_size: expected linear=True with it, got linear=False")
-    known = ("auto", "in_backward") if linear else ("auto", "in_backward", "out_of_place")
-    check_choice("gradient", options.get("gradient", "auto"), known)
-    if linear:
-        HeadOptions(**{name: value for name, value in options.items() if name in HEAD_FIELDS})  # checks them
+    of_logits, of_head = losses.split_options(linear, **options)
     requested = {"linear": linear, **options}
     if _installed:
         if requested != _installed:
@@ -82,14 +73,25 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         return report()
     importlib.import_module(LANGUAGE_MODULE)
     _switch.stand_ins, _switch.left = (LOSSES | LINEAR, LEFT_OF_LINEAR) if linear else (LOSSES, LEFT)
+    _switch.left = {**_switch.left, **_bound_before()}
     _switch.install()
     _installed.update(requested)
-    for name, value in options.items():
-        (losses.head_options if linear and name in OF_THE_HEAD else losses.options)[name] = value
-    if losses.head_options.get("gradient") == "in_backward":  # of logits that name is "overwrite them"
-        losses.options["gradient"] = "out_of_place"
+    losses.options.update(of_logits)
+    losses.head_options.update(of_head)
     losses.fallbacks.clear()
     return report()
+
+
+def _bound_before() -> dict[str, str]:
+    """Return the models that keep a loss of Megatron's, bound when they were built: no name reaches it."""
+    module = importlib.import_module(LANGUAGE_MODULE)
+    names = [target.rpartition(":")[::2] for target in LOSSES]
+    own = [getattr(importlib.import_module(path), name, None) for path, name in names]
+    models = [each for each in gc.get_objects() if issubclass(type(each), module.LanguageModule)]
+    bound = [vars(model).get("vocab_parallel_cross_entropy") for model in models]
+    n_models = sum(any(loss is each for each in own) for loss in bound if loss is not None)
+    why = "they bound Megatron-Core's loss when they were built; build them after install()"
+    return {f"the loss of {n_models} models that exist": why} if n_models else {}
 
 
 def uninstall() -> None:
