@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -163,6 +164,24 @@ def test_own_tokens_need_a_unit_of_the_head_alone(rank_pool, impl):
         no_unit = "own_tokens: the head is in no FSDP unit of its own; call fully_shard(model.lm_head) first"
         assert said["root"] == {no_unit: 1}
         assert said["list"].startswith("TypeError: weight: expected a DTensor with own_tokens, got Parameter; wrap the")
+
+
+def _left_in_larger_parts(rank, group, impl):
+    """What is said before and after a forward that leaves parts of two ranks, which FSDP gives no gradient."""
+    device = device_of(rank, group)
+    model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)).to(device), init_device_mesh(device.type, (4,))
+    fully_shard(model[1], mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    reasons = [fsdp.shard_group(model[1])[0]]
+    with torch.no_grad():
+        model(torch.ones(2, 4, device=device))
+    return [*reasons, fsdp.shard_group(model[1])[0]]
+
+
+@in_ranks((4,), (), (4,))
+def test_own_tokens_need_the_shard_that_has_the_gradient(rank_pool, impl):
+    reason = "own_tokens: FSDP has gathered the head's weight outside of its forward"
+    assert rank_pool.run(_left_in_larger_parts, impl) == [[None, reason]] * 4
 
 
 def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):

@@ -266,10 +266,17 @@ def _flagged(log_probs, centres):
     return log_probs.mean().detach() - log_probs if centres else -log_probs
 
 
+def _called(function, log_probs):
+    return function(log_probs)
+
+
 PAIRS = {
     "functions of autograd": (_Negative.apply, _Centred.apply),
     "closures": (_wrapped(lambda p: -p), _wrapped(lambda p: p.mean().detach() - p)),
     "partials": (functools.partial(_flagged, centres=False), functools.partial(_flagged, centres=True)),
+    "partials that call partials": tuple(
+        functools.partial(_called, functools.partial(_flagged, centres=centres)) for centres in (False, True)
+    ),
 }
 
 

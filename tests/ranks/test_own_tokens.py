@@ -56,16 +56,21 @@ def _of_rank(kind, of, logits, teacher_logits):
         "objective": -of.factor * found.exp() - 0.1 * entropy,
     }
     n = is_valid.sum().clamp(min=1)
+    alone = (divergence / of.factor).sum() / max(1, len(of.labels))
     for name, each in numbers.items():
         numbers[name] = each.masked_fill(~is_valid, 0.0).sum() / (1 if name == "entropy" else n)
     losses = -found.masked_fill(~is_valid, 0.0)
     numbers |= {"mean": losses.sum() / n, "in_backward": losses.sum() / n, "items": losses.sum() / 7}
     numbers |= {"none": (losses * of.factor).sum(), "expected": (losses * of.factor).sum()}
-    return numbers[kind]
+    return (numbers | {"no labels": alone})[kind]
 
 
 def _opd(log_probs, divergence, factor):
     return factor * divergence - log_probs
+
+
+def _weighted(divergence, factor):
+    return divergence / factor  # of padding not a number
 
 
 def _policy(log_probs, factor, entropy):
@@ -94,9 +99,10 @@ def _called(kind, hidden, weight, of, teacher, **on):
     tokens = {"factor": of.factor}
     if kind == "objective":
         return linear_objective(*given, _policy, tokens=tokens, outputs=("entropy",), **on)[0]
-    return linear_objective(
-        *given, _opd, tokens=tokens, teacher=Teacher(of.teacher, teacher, divergence="reverse"), **on
-    )[0]
+    on["teacher"] = Teacher(of.teacher, teacher, divergence="reverse")
+    if kind == "no labels":
+        return linear_objective(hidden, weight, None, _weighted, tokens=tokens, **on)[0]
+    return linear_objective(*given, _opd, tokens=tokens, **on)[0]
 
 
 def _own(rank, group, impl, kind, counts, n_columns, options):
@@ -113,7 +119,7 @@ def _own(rank, group, impl, kind, counts, n_columns, options):
     return loss, hidden.grad, weight.grad.full_tensor()
 
 
-KINDS = ("mean", "in_backward", "items", "none", "expected", "entropy", "objective", "teacher")
+KINDS = ("mean", "in_backward", "items", "none", "expected", "entropy", "objective", "teacher", "no labels")
 
 
 def _expected(kind, counts, n_columns, dtype):
@@ -244,6 +250,55 @@ def test_scales_that_differ_are_nan_and_max_tokens_sends_less(rank_pool, impl):
         torch.testing.assert_close(summed, 2 * mean)
 
 
+def _unlike(rank, group, impl):
+    """What one rank's own tensors may be: of a group of its own, of other dtypes, without a gradient."""
+    device, found = device_of(rank, group), {}
+    meshes = init_device_mesh(device.type, (2, 1), mesh_dim_names=("both", "alone"))
+    made = partial(torch.randn, generator=torch.Generator().manual_seed(rank))
+    heads = [torch.eye(6, width, device=device) for width in (4, 5)]
+    of_ranks = {
+        name: [distribute_tensor(head, meshes[name], [Shard(0)]) for head in heads] for name in ("both", "alone")
+    }
+    hidden, of_teacher = made(4, 4).to(device), made(4, 5).to(device)
+    labels = torch.tensor([IGNORE_INDEX, IGNORE_INDEX, 3, 5], device=device)
+    for n in (1, 4):  # of one token, bytes of odd boundaries
+        cut = hidden[-n:].requires_grad_(), labels[-n:]
+        teacher = of_teacher[-n:].bfloat16()
+        given = {"outputs": ("entropy",), "tokens": {"factor": torch.ones(n, device=device)}, "impl": impl}
+        losses = []
+        for weight, of_weight, on in (
+            (*of_ranks["alone"], {"group": meshes["alone"], "own_tokens": True}),
+            (*heads, {}),
+        ):
+            with_teacher = Teacher(teacher, of_weight.bfloat16())
+            calls = (_policy, {}), (_mixed, {"teacher": with_teacher})
+            losses.append([linear_objective(cut[0], weight, cut[1], f, **given, **more, **on)[0] for f, more in calls])
+        found[f"{n} alone"] = losses
+    on = {"group": meshes["both"], "own_tokens": True, "impl": impl}
+    ids = labels.int() if rank else labels
+    temperature = torch.full((4,), 1.7, device=device, dtype=torch.float64 if rank else torch.float32)
+    outputs = ("entropy", "sum_sq_probs")
+    own = linear_token_log_probs(
+        hidden.requires_grad_(), of_ranks["both"][0], ids, temperature=temperature, outputs=outputs, **on
+    )
+    plain = linear_token_log_probs(hidden, heads[0], labels, temperature=1.7, outputs=outputs, impl=impl)
+    found["dtypes"] = [[each.log_probs, each.entropy, each.sum_sq_probs] for each in (own, plain)]
+    return found, (own.entropy.requires_grad, own.sum_sq_probs.requires_grad)
+
+
+def _mixed(log_probs, divergence, entropy, factor):
+    return factor * divergence - log_probs + entropy
+
+
+@in_two_ranks
+def test_ranks_may_be_alone_or_unlike(rank_pool, impl):
+    for found, gradients in rank_pool.run(_unlike, impl):
+        assert gradients == (True, False)
+        for own, plain in found.values():
+            for a, b in zip(own, plain, strict=True):
+                torch.testing.assert_close(a, b)
+
+
 def _refusals(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2,))
@@ -261,6 +316,7 @@ def _refusals(rank, group, impl):
         "twice": partial(linear_cross_entropy, hidden, twice, labels, **(on | {"group": both["fsdp"]})),
         "no group": partial(of, own_tokens=True),
         "main_grad": partial(of, main_grad=torch.zeros(3, 4, device=device), **on),
+        "bias": partial(of, bias=ones[:3], **on),
         "class_weight": partial(of, class_weight=ones, **on),
         "max_tokens": partial(of, max_tokens=2, **on),
         "labels": partial(linear_cross_entropy, hidden, weight, labels[:2], **on),
@@ -282,6 +338,7 @@ def test_refusals(rank_pool, impl):
             "copies": r"ValueError: weight: expected a DTensor with Shard\(0\)",
             "twice": r"ValueError: group: expected the ranks",
             "no group": r"ValueError: own_tokens: expected the group",
+            "bias": r"TypeError: bias: expected a DTensor with own_tokens, got Tensor",
             "main_grad": r"ValueError: main_grad: expected None with own_tokens",
             "class_weight": r"ValueError: class_weight: expected None for a mean with own_tokens",
             "max_tokens": r"ValueError: max_tokens: must be at least the number of this rank's tokens, 3, got 2",

@@ -24,11 +24,12 @@ from vocab_parallel_ce.head.arguments import Arguments, autocast_dtype, check_gr
 from vocab_parallel_ce.head.expected import check_expected
 from vocab_parallel_ce.head.objective import check_objective, inverse
 from vocab_parallel_ce.head.plan import LinearCall
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import checked_divisor, comparable, has_weights
 from vocab_parallel_ce.spec import TokenOutputs
-from vocab_parallel_ce.targets import ROLES, Head, Tokens, check, fill_of
+from vocab_parallel_ce.targets import ROLES, Head, Tokens, check, fill_of, present
 
 SHARE = "own_share"  # of an objective, the name of what each token's number is multiplied by
 
@@ -60,7 +61,8 @@ class OwnTokens(NamedTuple):
         rows = [t.reshape(self.most, -1).view(torch.uint8) for t in padded]
         every = gathered(torch.cat(rows, dim=1), self.rank, self.n_ranks, self.group).flatten(0, 1)
         split = every.split([row.shape[1] for row in rows], dim=1)
-        return [s.contiguous().view(t.dtype).view(-1, *t.shape[1:]) for s, t in zip(split, padded, strict=True)]
+        split = [s.clone(memory_format=torch.contiguous_format) for s in split]  # copies, as dtypes need their boundary
+        return [s.view(t.dtype).view(-1, *t.shape[1:]) for s, t in zip(split, padded, strict=True)]
 
 
 class _Part(torch.autograd.Function):
@@ -70,8 +72,9 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, own: OwnTokens, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.own = own
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
-        return tuple([own.part(output).clone() for output in outputs])
+        parts = tuple([own.part(output).clone() for output in outputs])
+        ctx.mark_non_differentiable(*[p for p, output in zip(parts, outputs, strict=True) if not output.requires_grad])
+        return parts
 
     @staticmethod
     @once_differentiable
@@ -95,13 +98,11 @@ class _OwnSum(torch.autograd.Function):
         return torch.where((every == every[0]).all(), grad, torch.nan), None, None
 
 
-def losses(
-    loss: Loss, arguments: Arguments, settings: Settings, run: Callable[[Loss, Arguments, Settings], TokenOutputs]
-) -> TokenOutputs:
+def losses(loss: Loss, arguments: Arguments, settings: Settings, run: Callable[..., TokenOutputs]) -> TokenOutputs:
     """Compute the outputs of this rank's tokens by ``run``, which computes those of all."""
     tokens, shares = _checked(loss, arguments, settings), None
     if settings.reduction != "none":
-        shares, settings, expected = _shares(arguments, tokens, settings)
+        shares, settings, expected = _shares(loss, arguments, tokens, settings)
         arguments = arguments._replace(num_items=None, expected_grad_output=expected)
     own, arguments, settings = _of_all(arguments, settings)
     found = run(loss, arguments, settings)
@@ -111,10 +112,7 @@ def losses(
 
 
 def objective_of(
-    loss: Loss,
-    arguments: Arguments,
-    settings: Settings,
-    run: Callable[[Loss, Arguments, Settings], tuple[Tensor, TokenOutputs, LinearCall]],
+    loss: Loss, arguments: Arguments, settings: Settings, run: Callable[..., tuple[Tensor, TokenOutputs, LinearCall]]
 ) -> tuple[Tensor, TokenOutputs]:
     """Compute an objective of this rank's tokens, and the outputs, by ``run``, which computes those of all.
 
@@ -124,22 +122,30 @@ def objective_of(
     tokens, objective = _checked(loss, arguments, settings), arguments.objective
     assert objective is not None
     of_loss = settings._replace(reduction=objective.reduction)
-    shares, *_ = _shares(arguments._replace(num_items=objective.num_items), tokens, of_loss)
+    shares, *_ = _shares(loss, arguments._replace(num_items=objective.num_items), tokens, of_loss)
     own, arguments, settings = _of_all(arguments, settings, shares)
-    assert arguments.objective is not None
     total, found, linear = run(loss, arguments, settings)
     assert linear.objective is not None
     of_rows = linear.objective.losses * linear.objective.factor
-    of_tokens = of_rows if linear.order is None else of_rows[linear.order.row_of_token]
+    of_tokens = of_rows if linear.order is None else linear.order.to_tokens(of_rows, 0, [-1])
     parts = [each if each is None else own.part(each).unflatten(0, tokens.shape) for each in found]
     return _OwnSum.apply(total, own.part(of_tokens).sum(), own), TokenOutputs._make(parts)
 
 
 def _shared(function: Callable[..., Tensor], *args: Tensor, own_share: Tensor, **named: Tensor) -> Tensor:
-    """Return an objective's numbers times the shares of their tokens; what is not one per token is refused later."""
-    values = function(*args, **named)
+    """Return an objective's numbers times the shares of their tokens; what is not one per token is refused later.
+
+    Without a share it is 0, and so are its derivatives, whatever the function makes of padding.
+    """
+    is_out = own_share == 0
+
+    def masked(each: Tensor) -> Tensor:
+        is_left = is_out.unsqueeze(-1) if each.dim() > 1 else is_out
+        return torch.where(is_left, each.detach(), each) if each.requires_grad else each
+
+    values = function(*map(masked, args), **{name: masked(each) for name, each in named.items()})
     fits = isinstance(values, Tensor) and values.shape == own_share.shape
-    return values * own_share if fits else values
+    return torch.where(is_out, 0.0, values * own_share) if fits else values
 
 
 def _checked(loss: Loss, arguments: Arguments, settings: Settings) -> Tokens:
@@ -147,14 +153,13 @@ def _checked(loss: Loss, arguments: Arguments, settings: Settings) -> Tokens:
     (hidden, weight, bias), group, options = arguments.head, arguments.group, settings.head
     checks.check_hidden(hidden)
     if group is None:
-        raise ValueError(
-            "own_tokens: expected the group that shares the vocabulary with it, got group=None; pass group="
-        )
-    if not (isinstance(weight, Tensor) and is_dtensor(weight)):
-        raise TypeError(
-            f"weight: expected a DTensor with own_tokens, got {type(weight).__name__}; wrap the head alone in "
-            "fully_shard, and call this where FSDP has not gathered it"
-        )
+        raise ValueError("own_tokens: expected the group that shares the vocabulary, got group=None; pass group=")
+    for name, parameter in {"weight": weight, "bias": weight if bias is None else bias}.items():
+        if not is_dtensor(parameter):
+            raise TypeError(
+                f"{name}: expected a DTensor with own_tokens, got {type(parameter).__name__}; wrap the head alone in "
+                "fully_shard, and call this where FSDP has not gathered it"
+            )
     if arguments.main_grad is not None:
         raise ValueError("main_grad: expected None with own_tokens, got a tensor; a DTensor has a gradient")
     if has_weights(arguments.targets) and settings.reduction == "mean":
@@ -173,17 +178,21 @@ def _checked(loss: Loss, arguments: Arguments, settings: Settings) -> Tokens:
     call = verify.pending.get()
     if call is not None:
         facts = comparable(settings, None) | {"hidden.dtype": hidden.dtype, "hidden.shape[-1]": hidden.shape[-1]}
+        facts |= {name: "a tensor" for name, *_ in present(arguments.targets)}
+        if arguments.objective is not None:
+            facts |= {f"tokens[{name!r}].dtype": each.dtype for name, each in arguments.objective.tokens.items()}
         verify.compare({"equal": facts | {"bias": "None" if bias is None else "a tensor"}})
         verify.pending.set(call)  # the call of all tokens is compared too
     return tokens
 
 
-def _shares(arguments: Arguments, tokens: Tokens, settings: Settings) -> tuple[Tensor, Settings, Tensor | None]:
+def _shares(
+    loss: Loss, arguments: Arguments, tokens: Tokens, settings: Settings
+) -> tuple[Tensor, Settings, Tensor | None]:
     """Return ``[n]`` what each token's loss is multiplied by, the settings of unreduced ones, and what is expected."""
-    hidden, targets = tokens.tensor, arguments.targets
-    labels = next((t for field, t in zip(targets._fields, targets, strict=True) if field in ("labels", "ids")), None)
-    is_valid = hidden.new_ones(tokens.shape, dtype=torch.bool) if labels is None else labels != settings.ignore_index
-    is_valid = is_valid.any(-1) if is_valid.dim() > len(tokens.shape) else is_valid
+    hidden = tokens.tensor
+    ignored = loss.ignored(arguments.targets, settings)
+    is_valid = hidden.new_ones(tokens.shape, dtype=torch.bool) if ignored is None else ~ignored
     divisor = is_valid.sum() if settings.reduction == "mean" else is_valid.new_ones(())
     if arguments.num_items is not None:
         divisor = checked_divisor(arguments.num_items, "sum", hidden)
@@ -242,11 +251,12 @@ def _per_token(
         if target is not None and role.axes[0] in ("rows", "tokens"):
             is_one_of_all = role.kind == "numbers" and target.numel() == 1
             target = target.reshape(()).expand(shape) if is_one_of_all else target
+            dtypes = {"ids": torch.int64, "numbers": compute_dtype(arguments.head.hidden.dtype)}  # of any rank
+            target = target.to(dtypes.get(role.kind, target.dtype))
             sent["targets", field] = target, 0 if role.kind == "head" else fill_of(role, settings)
     if expected is not None:
         sent["expected", ""] = expected, 0
-    if arguments.objective is not None:
-        assert shares is not None
+    if arguments.objective is not None and shares is not None:
         numbers = {**arguments.objective.tokens, SHARE: shares.view(shape)}
         sent |= {("objective", name): (each, 0) for name, each in numbers.items()}
     return sent

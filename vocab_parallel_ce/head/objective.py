@@ -267,7 +267,9 @@ def key_of(function: Any) -> tuple[Any, ...]:
     class, and the constants that a ``functools.partial`` gives it; of one without code, as ``torch.neg``, itself.
     """
     given: list[Any] = []
+    keys: list[Any] = []  # of functions that a partial calls
     while isinstance(function, functools.partial):
+        keys += [key_of(each) for each in function.args if callable(each)]
         given += [*function.args, *[each for pair in function.keywords.items() for each in pair]]
         function = function.func
     itself = function
@@ -281,7 +283,7 @@ def key_of(function: Any) -> tuple[Any, ...]:
     codes = [getattr(each, "__code__", type(each)) for each in given if callable(each)]
     constants = [each for each in given if isinstance(each, bool | int | float | str)]
     kind = owner if isinstance(owner, type) else type(owner)
-    return getattr(function, "__code__", itself), kind, *codes, *constants
+    return getattr(function, "__code__", itself), kind, *codes, *constants, *keys
 
 
 def _refuse_kept(_: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vocab_parallel_ce.dtensor import group_of_rows, is_dtensor
+from vocab_parallel_ce.dtensor import group_of_rows
 
 HOOKS = "torch.distributed.fsdp._fully_shard._fsdp_state"
 STATES = "torch.distributed._composable_state"
@@ -70,7 +70,7 @@ def shard_group(head: Any) -> tuple[str | None, Any]:
     """Return why FSDP's shard of the head is no vocabulary shard, or None and the group that it is cut over."""
     if not has_own_group(head):
         return "own_tokens: the head is in no FSDP unit of its own; call fully_shard(model.lm_head) first", None
-    if not is_dtensor(head.weight):
+    if fsdp_shard(head.weight) is not head.weight:  # whole, or parts that reshard_after_forward=<number> left
         return "own_tokens: FSDP has gathered the head's weight outside of its forward", None
     try:
         return None, group_of_rows("own_tokens: weight", head.weight)
