@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+from contextlib import suppress
 
 import numpy
 import pytest
@@ -67,7 +68,8 @@ def _caches():
     modules = [package]
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if "__main__" not in info.name:
-            modules.append(importlib.import_module(info.name))
+            with suppress(ModuleNotFoundError):  # a plugin's, of a framework that is not installed
+                modules.append(importlib.import_module(info.name))
     found = {id(value): value for module in modules for value in vars(module).values()}
     return [value for value in found.values() if isinstance(value, functools._lru_cache_wrapper)]
 

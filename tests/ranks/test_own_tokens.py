@@ -120,6 +120,9 @@ def _own(rank, group, impl, kind, counts, n_columns, options):
 
 
 KINDS = ("mean", "in_backward", "items", "none", "expected", "entropy", "objective", "teacher", "no labels")
+# Each kind with uneven tokens, and with one of the others.
+CASES = [(kind, "uneven") for kind in KINDS]
+CASES += [(kind, ("a rank without tokens", "even")[number % 2]) for number, kind in enumerate(KINDS)]
 
 
 def _expected(kind, counts, n_columns, dtype):
@@ -134,8 +137,7 @@ def _expected(kind, counts, n_columns, dtype):
     return losses, [leaf.grad for leaf in leaves], weight.grad / len(ranks)
 
 
-@pytest.mark.parametrize("which", COUNTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "which"), CASES)
 @in_several_ranks
 def test_each_rank_has_the_loss_of_its_own_tokens(rank_pool, impl, kind, which):
     """Its hidden states have that loss's gradient, the weight the mean. On four ranks one has no rows."""

@@ -152,6 +152,7 @@ def _checked(loss: Loss, arguments: Arguments, settings: Settings) -> Tokens:
     """Check this rank's arguments, and return its tokens. Under verification all ranks compare theirs."""
     (hidden, weight, bias), group, options = arguments.head, arguments.group, settings.head
     checks.check_hidden(hidden)
+    checks.check_no_transforms(*arguments.head, *arguments.targets)
     if group is None:
         raise ValueError("own_tokens: expected the group that shares the vocabulary, got group=None; pass group=")
     for name, parameter in {"weight": weight, "bias": weight if bias is None else bias}.items():

@@ -25,6 +25,7 @@ from vocab_parallel_ce.dtensor import group_of_rows, is_dtensor
 from vocab_parallel_ce.integrations import Report
 from vocab_parallel_ce.integrations.log_probs import divergence_of, head_options
 from vocab_parallel_ce.integrations.rebind import Around, Switch
+from vocab_parallel_ce.integrations.transformers.fsdp import fsdp_shard
 from vocab_parallel_ce.targets import Head, Teacher
 
 CORE = "trl.trainer.utils:_ChunkedLogProbFunction"
@@ -95,7 +96,7 @@ class _Core:
         reason = _why_left_to_trl((weight,), scales, outputs)
         stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
         _calls[reason or "fused"] += 1
-        is_own = _options["own_tokens"] and is_dtensor(weight) and not stays_cut and not reason
+        is_own = _options["own_tokens"] and not stays_cut and not reason and fsdp_shard(weight) is weight
         if not (stays_cut or is_own):
             weight, bias = _gathered(weight), _gathered(bias)
         if reason:
