@@ -127,9 +127,10 @@ def truth_of(objective, case: Case):
     return loss.detach(), *torch.autograd.grad(loss, leaves), found, len(values)
 
 
-def call(case: Case, objective, device=None, n_ranks=1, rank=0, **options):
+def call(case: Case, objective, device=None, n_ranks=1, rank=0, weight=None, **options):
     """Loss, gradients and log-probabilities of this rank's columns."""
-    leaves = [t.to(device).requires_grad_() for t in (case.hidden.clone(), case.weight.chunk(n_ranks)[rank].clone())]
+    weight = case.weight.chunk(n_ranks)[rank].clone().to(device) if weight is None else weight
+    leaves = case.hidden.clone().to(device).requires_grad_(), weight.requires_grad_()
     tokens, numbers = ({n: t.to(device) for n, t in each.items()} for each in (case.tokens, case.numbers))
     options |= {"together": case.together.to(device), "tokens": tokens, "numbers": numbers, "logit_scale": 0.3}
     loss, found = linear_objective(*leaves, case.labels.to(device), objective, **options)
@@ -156,7 +157,15 @@ def test_against_fp64(impl_device, objective, kind):
 
 def _in_rank(rank, group, impl, objective, case, chunk_size):
     options = {"group": group, "impl": impl, "chunk_size": chunk_size}
-    return call(case, objective, device_of(rank, group), group.size(), rank, **options)
+    found = call(case, objective, device_of(rank, group), group.size(), rank, **options)
+    if chunk_size == "auto":  # a DTensor too
+        device = device_of(rank, group)
+        mesh = init_device_mesh(device.type, (group.size(),))
+        weight = distribute_tensor(case.weight.to(device), mesh, [Shard(0)])
+        whole = call(case, objective, device, weight=weight, **options | {"group": mesh})
+        whole[2] = whole[2].to_local()
+        assert all(map(torch.equal, whole, found))
+    return found
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", 150])
@@ -166,6 +175,39 @@ def test_on_ranks(rank_pool, impl, chunk_size):
     for objective, kind in ((dpo, "pairs"), (gspo_token, "sequences")):
         case = made(kind)
         check(rank_pool.run(_in_rank, impl, objective, case, chunk_size), objective, case)
+
+
+def of_each(log_probs, entropy, old, groups=None, **_):
+    number = (log_probs - old).clamp(max=3).exp() * log_probs.clamp(min=-9) - 0.1 * entropy
+    return number if groups is None else groups.sum(number)
+
+
+def test_options_are_those_of_tokens(impl_device):
+    """Groups of one token each are tokens."""
+    impl, device = impl_device
+    case = made("tokens")
+    together = torch.arange(SEQUENCES * LENGTH, device=device).view(SEQUENCES, LENGTH).flip(0, 1)
+    labels, tokens = case.labels.to(device), {"old": case.tokens["old"].to(device)}
+    by_token, bias = 0.5 + torch.rand(labels.shape, device=device), torch.linspace(-1, 1, COLUMNS, device=device)
+    for frozen, options in (
+        ("", {"temperature": by_token, "softcap": 9.0, "chunk_size": 60}),
+        ("", {"threshold": -by_token, "outputs": ("entropy", "predictions"), "vocab_size": COLUMNS - 1}),
+        ("hidden", {"main_grad": True, "chunk_size": 60}),
+        ("weight", {"num_items": 3, "logits_dtype": torch.float32, "dtype": torch.bfloat16}),
+    )[: None if impl == "reference" else 1]:
+        dtype, results = options.pop("dtype", torch.float32), []
+        for own in ({}, {"together": together}):
+            leaves = {"hidden": case.hidden, "weight": case.weight, "bias": bias}
+            leaves = {n: t.to(device, dtype, copy=True).requires_grad_(n != frozen) for n, t in leaves.items()}
+            given = {"tokens": tokens, "outputs": ("entropy",), "impl": impl, "logit_scale": 0.3} | options | own
+            if "main_grad" in options:
+                given["main_grad"] = torch.zeros(case.weight.shape, device=device)
+            hidden, weight, given["bias"] = leaves.values()
+            loss, found = linear_objective(hidden, weight, labels.clamp(max=COLUMNS - 2), of_each, **given)
+            loss.backward()
+            grads = [t.grad for t in leaves.values()] + [given.get("main_grad")]
+            results.append((loss.detach(), found.log_probs, found.entropy, found.predictions, *grads))
+        torch.testing.assert_close(results[0], results[1])
 
 
 def _compared(rank, group):
@@ -288,6 +330,24 @@ def test_three_products_and_any_dtype(impl_device):
     tensors = case.hidden.to(device), case.weight.to(device), case.labels.to(device)
     loss, _ = linear_objective(*tensors, dpo, tokens=tokens, numbers=numbers, **options)
     torch.testing.assert_close(loss.cpu(), plain[0])
+
+
+def test_an_objective_of_groups_gets_copies():
+    case = made("sequences")
+
+    def writing(log_probs, groups, old, reference, **_):
+        return groups.sum(log_probs * old.mul_(2)) * groups.of(reference.mul_(2))
+
+    before = {name: each.clone() for name, each in (case.tokens | case.numbers).items()}
+    loss = call(case, writing)[0]
+    assert all(torch.equal(each, before[name]) for name, each in (case.tokens | case.numbers).items())
+    expected = (
+        4
+        * call(case, lambda log_probs, groups, old, reference, **_: groups.sum(log_probs * old) * groups.of(reference))[
+            0
+        ]
+    )
+    torch.testing.assert_close(loss, expected)
 
 
 def whitened(log_probs, groups, **_):
