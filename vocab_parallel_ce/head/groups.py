@@ -96,17 +96,19 @@ class RowGroups(NamedTuple):
         return {"groups": self.at(rows).groups, **{name: each.clone() for name, each in self.numbers.items()}}
 
 
-def check_names(subject: str, by_name: Any, taken: Iterable[str], example: str) -> None:
-    """Raise unless it is a dict whose keys are names of arguments that are not ``taken``."""
+def check_numbers(subject: str, by_name: Any, taken: Iterable[str], example: str, tokens: Tokens) -> None:
+    """Raise unless it is a dict of tensors without a gradient, by names of arguments that are not ``taken``."""
     if not isinstance(by_name, Mapping):
         got = type(by_name).__name__
         raise TypeError(f"{subject}: expected a dict of tensors by their names, got {got}; pass {{'{example}': ...}}")
-    for name in by_name:
+    for name, each in by_name.items():
         if type(name) is not str:
             got = repr(name)
             raise TypeError(f"{subject}: expected names as keys, got {got}; pass the name of an argument of objective")
         if name in taken:
             raise ValueError(f"{subject}[{name!r}]: expected a name of its own, got that of another; pass another")
+        checks.expect(f"{subject}[{name!r}]", each, None, on=tokens.tensor, subject=tokens.subject)
+        checks.check_requires_no_gradient(f"{subject}[{name!r}]", each)
 
 
 def check_groups(
@@ -116,19 +118,17 @@ def check_groups(
     remedy = "; number the groups"
     checks.expect("together", together, (torch.int64, torch.int32), remedy, on=tokens.tensor, subject=tokens.subject)
     if together.shape != tokens.shape:
-        expected, got = tuple(tokens.shape), tuple(together.shape)
-        raise ValueError(f"together: shape must be that of the tokens, {expected}, got {got}; pass each token's group")
+        shapes = f"{tuple(tokens.shape)}, got {tuple(together.shape)}"
+        raise ValueError(f"together: shape must be that of the tokens, {shapes}; pass each token's group")
     for name, remedy in REFUSED.items():
         value = getattr(settings.head, name)
         if value is not None and value is not False:
             raise ValueError(f"{name}: expected none with together, got {value!r}; {remedy}")
-    check_names("numbers", numbers, taken, "reference")
+    check_numbers("numbers", numbers, taken, "reference", tokens)
     for name, each in numbers.items():
-        subject = f"numbers[{name!r}]"
-        checks.expect(subject, each, None, on=tokens.tensor, subject=tokens.subject)
-        checks.check_requires_no_gradient(subject, each)
         if each.dim() == 0:
-            raise ValueError(f"{subject}: expected one of each group, [G, ...], got shape (); put it at the group's id")
+            got = "got shape (); put each at its group's id"
+            raise ValueError(f"numbers[{name!r}]: expected one of each group, [G, ...], {got}")
     checks.check_no_transforms(together, *numbers.values())
 
 

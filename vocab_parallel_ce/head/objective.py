@@ -15,7 +15,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.head.functions import check_takes, key_of
-from vocab_parallel_ce.head.groups import RowGroups, check_groups, check_names
+from vocab_parallel_ce.head.groups import RowGroups, check_groups, check_numbers
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import checked_divisor, saved_as_it_is
@@ -58,18 +58,15 @@ def check_objective(objective: Objective, tokens: Tokens, settings: Settings) ->
         raise TypeError(f"objective: expected a function of log_probs and others, got {got}; pass one")
     by_name, taken = objective.tokens, ("log_probs", "divergence", *settings.outputs)
     taken = taken if objective.together is None else (*taken, "groups")
-    check_names("tokens", by_name, taken, "advantage")
+    check_numbers("tokens", by_name, taken, "advantage", tokens)
     if objective.together is not None:
         check_groups(objective.together, objective.numbers, (*taken, *by_name), tokens, settings)
     elif objective.numbers:
         raise ValueError("numbers: expected none without together, got some; pass each token's group, or tokens")
     for name, numbers in by_name.items():
-        subject = f"tokens[{name!r}]"
-        checks.expect(subject, numbers, None, on=tokens.tensor, subject=tokens.subject)
-        checks.check_requires_no_gradient(subject, numbers)
         if tokens.shape not in (numbers.shape, numbers.shape[:-1]):
             expected, remedy = f"that of the tokens, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
-            raise ValueError(f"{subject}: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
+            raise ValueError(f"tokens[{name!r}]: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
     checks.check_no_transforms(*by_name.values(), objective.num_items)
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
     checks.check_bool("check_objective", objective.is_checked)
