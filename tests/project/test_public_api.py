@@ -21,6 +21,7 @@ OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "threshold": None}
 OVER_LOGITS = {"gradient": "auto", "impl": "auto", "check_labels": "auto"}
 OF_HEADS = {"bias": None, "main_grad": None, "options": None}
 OF_OBJECTIVES = {"tokens": None, "teacher": None, "reduction": "mean", "num_items": None, "check_objective": True}
+OF_OBJECTIVES |= {"together": None, "numbers": None}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "vocab_size": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]

@@ -145,6 +145,50 @@ TEACHERS: list[Row] = [
     ({"num_items": -1, **NO_LABELS}, ValueError, "num_items: must be "),
 ]
 
+TOGETHER, OF_GROUPS = torch.tensor([[0, 2, 0], [-1, 2, 2]]), torch.ones(3)
+OBJECTIVES |= {
+    "of groups": lambda log_probs, groups, advantage, ref: groups.sum(log_probs * advantage) - groups.of(ref),
+    "of each token": lambda log_probs, groups, advantage, ref: log_probs * advantage,
+    "of some tokens": lambda log_probs, groups, advantage, ref: groups.sum(log_probs[1:]),
+    "all groups": lambda log_probs, groups, advantage, ref: groups.sum(log_probs).mean(),
+    "mixed groups": lambda log_probs, groups, advantage, ref: groups.sum(log_probs) * groups.sum(log_probs).sum(),
+}
+
+
+def call_of_groups(ref, numbers=None, **options):
+    return call(numbers={"ref": ref} if numbers is None else numbers, **options)
+
+
+OF_REF = r"numbers\['ref'\]"
+GROUPS: list[Row] = [
+    *tensor("together", TOGETHER, "list sparse meta float32 int16 bool"),
+    ({"together": TOGETHER.flatten()}, ValueError, r"together: shape must be that of the tokens, \(2, 3\), got \(6,\)"),
+    ({"together": TOGETHER - 1}, ValueError, "together: ids must be at least 0, or -1 for no group, got -2"),
+    ({"ref": OF_GROUPS[:2]}, ValueError, OF_REF + ": expected at least 3 rows, since groups have ids up to 2, got 2"),
+    ({"ref": OF_GROUPS[0]}, ValueError, OF_REF + r": expected one of each group, \[G, ...\], got shape \(\)"),
+    *tensor("ref", OF_GROUPS, "list sparse meta grad", OF_REF),
+    ({"numbers": [OF_GROUPS]}, TypeError, "numbers: expected a dict of tensors by their names, got list"),
+    ({"numbers": {2: OF_GROUPS}}, TypeError, "numbers: expected names as keys, got 2"),
+    *[({"numbers": {n: OF_GROUPS}}, ValueError, rf"numbers\['{n}'\]: .* own") for n in ("groups", "advantage")],
+    ({"tokens": {"groups": FACTORS}}, ValueError, r"tokens\['groups'\]: expected a name of its own"),
+    ({"together": None}, ValueError, "numbers: expected none without together, got some; pass each token's group"),
+    ({"valid_tokens": 4}, ValueError, "valid_tokens: expected none with together, got 4; leave it out"),
+    ({"valid_tokens": "count"}, ValueError, "valid_tokens: expected none with together, got 'count'"),
+    (
+        {"objective": "right", "numbers": {}},
+        TypeError,
+        r"objective: must take .*groups=...\)",
+    ),
+    ({"objective": "of each token"}, ValueError, r"objective: expected a number of each group, \(2,\).*got \(5,\)"),
+    ({"objective": "all groups"}, ValueError, r"objective: expected a number of each group, \(2,\).*got \(\)"),
+    (
+        {"objective": "of some tokens"},
+        ValueError,
+        r"groups: .* of each token, \[5, ...\], got shape \(4,\)",
+    ),
+    ({"objective": "mixed groups", "check_objective": True}, ValueError, "objective: .*it mixes groups"),
+]
+
 TABLES = [
     Table(
         "linear_objective",
@@ -157,5 +201,11 @@ TABLES = [
         call,
         lambda: a_call() | {"objective": "distilled", "advantage": FACTORS, "teacher": TEACHER},
         TEACHERS,
+    ),
+    Table(
+        "linear_objective of groups",
+        call_of_groups,
+        lambda: a_call() | {"objective": "of groups", "advantage": FACTORS, "together": TOGETHER, "ref": OF_GROUPS},
+        GROUPS,
     ),
 ]

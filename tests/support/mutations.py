@@ -38,6 +38,7 @@ EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/log
 OF_PAIRS = "tests/test_random_calls.py tests/soft"
 OF_TEACHERS = "tests/soft/test_teacher.py"
 OF_FP16 = "tests/linear/test_objective_kinds.py"
+OF_GROUPS = "tests/linear/test_objective_groups.py"
 OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
 OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
 OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
@@ -69,7 +70,8 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
-    "head/objective": f"-m 'reference or gloo' tests/linear/test_objective.py {OF_TEACHERS} {OF_FP16}",
+    "head/groups": f"-m 'reference or gloo' {OF_GROUPS}",
+    "head/objective": f"-m 'reference or gloo' tests/linear/test_objective.py {OF_TEACHERS} {OF_FP16} {OF_GROUPS}",
     "head/": OF_HEADS,
     "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/nemo": f"{OF_DROP_INS} tests/integrations/test_nemo.py",

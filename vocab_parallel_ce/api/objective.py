@@ -35,6 +35,8 @@ def linear_objective(
     objective: Callable[..., Tensor],
     *,
     tokens: Mapping[str, Tensor] | None = None,
+    together: Tensor | None = None,
+    numbers: Mapping[str, Tensor] | None = None,
     outputs: Sequence[str] = (),
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
@@ -67,6 +69,14 @@ def linear_objective(
             id that is ``ignore_index``; a token is ignored if all its ids are. They take no ``outputs``.
         tokens: by name, numbers that are known beforehand, ``[...]`` or ``[..., m]`` and of any dtype, the same on
             every rank; the function gets ``[n]`` or ``[n, m]``. They get no gradient.
+        together: group ids ``[...] >= 0``, int32 or int64, -1 for none, the same on every rank. One call of
+            ``objective`` then has all tokens of each of its ``k`` groups, and returns ``[k]``, of each group from its
+            own tokens; a mean is over groups. It gets ``groups`` too: ``groups.sum(x)`` and ``groups.mean(x)`` make
+            ``[k]`` of ``[n]``, ``groups.to_tokens(y)`` ``[n]`` of ``[k]``. Tokens that are ignored, or of no group,
+            are left out, and so are groups without others. A chunk is at least as long as the longest group. The call
+            waits for the device once.
+        numbers: by name, numbers of groups, ``[G]`` or ``[G, m]``: that of group ``i`` is at ``i``. The function gets
+            all, and ``groups.of(numbers)`` are those of its groups, ``[k]``.
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result; in ``objective`` those
             without a gradient are constants.
         reduction: ``"mean"`` divides by the number of labels that are not ignored; or ``"sum"``.
@@ -120,7 +130,8 @@ def linear_objective(
             check_threshold(settings)
         loss, targets = DIVERGENCE, TeacherHead(*teacher_head(teacher, group), labels, tensor, threshold)
         name = name if settings.negated else "divergence"
-    of_tokens = Objective(objective, {} if tokens is None else tokens, reduction, num_items, check_objective, name)
+    tokens, numbers = ({} if each is None else each for each in (tokens, numbers))
+    of_tokens = Objective(objective, tokens, reduction, num_items, check_objective, name, together, numbers)
     arguments = Arguments(Head(hidden, weight, bias), targets, group, None, main_grad, objective=of_tokens)
     total, found = run_objective(loss, arguments, settings)
     return total, record_of(name, found, settings)

@@ -152,10 +152,12 @@ def compare(
     options = comparable(settings, arguments.num_items)
     options |= {"main_grad": arguments.main_grad is not None, "dtype of the products": dtype}
     if arguments.objective is not None:
-        function, tokens, reduction, num_items, is_checked, _ = arguments.objective
+        function, tokens, reduction, num_items, is_checked, _, together, numbers = arguments.objective
         options |= {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
         options["check_objective"] = is_checked
         options["objective"] = getattr(function, "__qualname__", type(function).__name__)
         options |= {f"tokens[{name!r}]": each for name, each in tokens.items()}
+        options |= {f"numbers[{name!r}]": each for name, each in numbers.items()}
+        options["together"] = together
     options["expected_grad_output"] = expected
     verify.compare_call(arguments.head._asdict(), arguments.targets, shard, options, is_valid)

@@ -126,9 +126,14 @@ def kept_rows(keep_logits: str, chunks: Sequence[slice], token_bytes: int) -> in
     return max(rows.stop for rows in chunks if rows.stop <= most)
 
 
-def parts_of(n_tokens: int, n_ranks: int) -> list[slice]:
-    """Return the rows of a chunk's parts. The statistics of one are communicated while kernels read the other."""
+def parts_of(n_tokens: int, n_ranks: int, ends: Sequence[int] = ()) -> list[slice]:
+    """Return the rows of a chunk's parts. The statistics of one are communicated while kernels read the other.
+
+    The first part ends at one of ``ends``, of groups, if there are some.
+    """
     half = -(-n_tokens // (2 * MULTIPLE)) * MULTIPLE
+    if ends and half < n_tokens:
+        half = min(ends, key=lambda end: abs(end - half))
     if n_ranks == 1 or half >= n_tokens:
         return [slice(0, n_tokens)]
     return [slice(0, half), slice(half, n_tokens)]

@@ -152,7 +152,9 @@ def _parts(products: Products, rows: slice, logits: Tensor, d_logits: Tensor, kn
     """Return a chunk's parts, whose exchanges have begun; with statistics that are ``known`` one part."""
     call, plan, parts = products.linear.call, products.linear.call.plan, list[Part]()
     targets = plan.loss.at(products.targets, rows)
-    of_parts = parts_of(logits.shape[0], plan.n_ranks if known is None else 1)
+    groups = None if products.linear.objective is None else products.linear.objective.groups
+    ends = () if groups is None else groups.ends_in(rows)
+    of_parts = parts_of(logits.shape[0], plan.n_ranks if known is None else 1, ends)
     for of_chunk in of_parts:
         part_rows = slice(rows.start + of_chunk.start, rows.start + of_chunk.stop)
         part_targets = targets if len(of_parts) == 1 else at(targets, of_chunk)

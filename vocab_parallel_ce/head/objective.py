@@ -6,17 +6,16 @@ the grad_outputs of the rows. So a head has three products for any objective, as
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.head.chunks import TokenOrder
+from vocab_parallel_ce.head.functions import check_takes, key_of
+from vocab_parallel_ce.head.groups import RowGroups, check_groups, check_numbers
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import checked_divisor, saved_as_it_is
@@ -25,8 +24,12 @@ from vocab_parallel_ce.targets import Tokens
 
 MIXES = (
     "objective: expected each token's number to depend on its own numbers, got another when others were left out "
-    "or changed: it mixes tokens, or changes with each call; a mean or a sequence's ratio takes two steps "
-    "(docs/objective.md)"
+    "or changed: it mixes tokens, or changes with each call; of sequences or pairs pass together, of a batch take two "
+    "steps (docs/objective.md)"
+)
+MIXES_GROUPS = (
+    "objective: expected each group's number to depend on its own tokens and numbers, got another when other groups "
+    "were left out or changed: it mixes groups, or changes with each call (docs/objective.md)"
 )
 
 
@@ -43,62 +46,66 @@ class Objective(NamedTuple):
     num_items: float | Tensor | None
     is_checked: bool  # whether the function is checked at its first call
     of_loss: str = "log_probs"  # what the loss is to the function; "divergence" without labels
+    together: Tensor | None = None  # [...] ids of groups; then the function gets them whole, and returns [k]
+    numbers: Mapping[str, Tensor] = {}  # [G, ...] each: of groups
 
 
-def check_objective(objective: Objective, tokens: Tokens, settings: Settings) -> None:
-    """Raise unless the objective can be called with the tokens' numbers."""
+def check_objective(objective: Objective, tokens: Tokens, settings: Settings) -> Tensor | None:
+    """Raise unless the objective can be called with the tokens' numbers. Return ``[N]`` ids of its groups, if any."""
     function: Any = objective.function  # of any type, as are the tokens
     if not callable(function):
         got = type(function).__name__
         raise TypeError(f"objective: expected a function of log_probs and others, got {got}; pass one")
-    by_name: Any = objective.tokens
-    if not isinstance(by_name, Mapping):
-        got = type(by_name).__name__
-        raise TypeError(f"tokens: expected a dict of tensors by their names, got {got}; pass {{'advantage': ...}}")
+    by_name, taken = objective.tokens, ("log_probs", "divergence", *settings.outputs)
+    taken = taken if objective.together is None else (*taken, "groups")
+    check_numbers("tokens", by_name, taken, "advantage", tokens)
+    if objective.together is not None:
+        check_groups(objective.together, objective.numbers, (*taken, *by_name), tokens, settings)
+    elif objective.numbers:
+        raise ValueError("numbers: expected none without together, got some; pass each token's group, or tokens")
     for name, numbers in by_name.items():
-        subject = f"tokens[{name!r}]"
-        if type(name) is not str:
-            raise TypeError(f"tokens: expected names as keys, got {name!r}; pass the name of an argument of objective")
-        if name in ("log_probs", "divergence", *settings.outputs):
-            raise ValueError(f"{subject}: expected a name of its own, got that of an output; pass another")
-        checks.expect(subject, numbers, None, on=tokens.tensor, subject=tokens.subject)
-        checks.check_requires_no_gradient(subject, numbers)
         if tokens.shape not in (numbers.shape, numbers.shape[:-1]):
             expected, remedy = f"that of the tokens, {tuple(tokens.shape)}", "pass those of all ranks' tokens"
-            raise ValueError(f"{subject}: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
+            raise ValueError(f"tokens[{name!r}]: shape must be {expected}, got {tuple(numbers.shape)}; {remedy}")
     checks.check_no_transforms(*by_name.values(), objective.num_items)
     checks.check_choice("reduction", objective.reduction, ("mean", "sum"))
     checks.check_bool("check_objective", objective.is_checked)
+    return None if objective.together is None else flat(objective.together)
 
 
 class RowObjective(NamedTuple):
-    """An objective and its numbers in the order of a head's rows."""
+    """An objective and its numbers in the order of a head's rows. It has ``K`` numbers: of rows, or of groups."""
 
     function: Callable[..., Tensor]
     tokens: dict[str, Tensor]  # [M] each, or [M, m]
-    is_valid: Tensor  # [M] bool: rows that are not ignored
+    is_valid: Tensor  # [K] bool: those that are not ignored
     factor: Tensor  # [1]: 1 / divisor, 0 for a divisor of 0
-    losses: Tensor  # [M]: filled by `fill` and `fill_and_differentiate`; 0 for ignored rows
+    losses: Tensor  # [K]: filled by `fill` and `fill_and_differentiate`; 0 for ignored ones
     may_be_of_none: bool  # whether ``num_items`` may be 0
     key: Any  # of a function to check; None: it is not
     errors: list[Exception] | None  # under verification: raised later, since the other ranks go on
     of_loss: str
+    groups: RowGroups | None
+
+    def _within(self, rows: slice) -> slice:
+        return rows if self.groups is None else self.groups.within(rows)
 
     def fill(self, rows: slice, outputs: TokenOutputs) -> None:
         """Fill the losses of ``rows`` from their outputs."""
         try:
-            self.losses[rows] = self._values(rows, self._named(outputs))
+            self.losses[self._within(rows)] = self._values(rows, self._named(outputs))
         except Exception as error:
             self._defer(error)
 
     def fill_and_differentiate(self, rows: slice, outputs: TokenOutputs, scale: Tensor | None) -> GradOutputs:
         """Do the same, and return the derivatives of :meth:`total` by the outputs, times ``scale [1]``."""
-        factor = (self.factor if scale is None else self.factor * scale).expand(rows.stop - rows.start)
+        own = self._within(rows)
+        factor = (self.factor if scale is None else self.factor * scale).expand(own.stop - own.start)
         try:
             values, grads = self._differentiated(rows, outputs, factor)
             if self.key is not None and self.key not in _checked:
                 self._check(rows, outputs)
-            self.losses[rows] = values
+            self.losses[own] = values
         except Exception as error:
             self._defer(error)
             grads = {name: torch.zeros_like(each) for name, each in _differentiable(self._named(outputs)).items()}
@@ -128,7 +135,7 @@ class RowObjective(NamedTuple):
         return targets._replace(**{field: torch.where(is_left, ignore_index, labels)})
 
     def _differentiated(self, rows: slice, outputs: TokenOutputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the numbers of some rows, and the derivatives of their sum, each times a factor."""
+        """Return the numbers of some rows, and the derivatives of the sum of each times its factor."""
         named = self._named(outputs)
         leaves = {name: output.requires_grad_() for name, output in _differentiable(named).items()}
         with torch.enable_grad(), saved_as_it_is():
@@ -147,23 +154,28 @@ class RowObjective(NamedTuple):
 
     def _values(self, rows: slice, named: dict[str, Tensor]) -> Tensor:
         """Return the checked numbers of some rows, 0 for ignored ones."""
+        if self.groups is not None and not self.groups.ends:
+            return named[self.of_loss].flatten()[:0]  # of no group there is nothing to call it with
         # Copies: the function may write to its arguments.
         others = {name: output.clone() for name, output in named.items()}
         others |= {name: numbers[rows].clone() for name, numbers in self.tokens.items()}
-        first, is_valid = [others.pop("log_probs")] if "log_probs" in others else [], self.is_valid[rows]
+        if self.groups is not None:
+            others |= self.groups.arguments(rows)
+        first, is_valid = [others.pop("log_probs")] if "log_probs" in others else [], self.is_valid[self._within(rows)]
         try:
             values = self.function(*first, **others)
         except TypeError:
             check_takes(self.function, others, bool(first))
             raise
+        of = "token" if self.groups is None else "group"
         if not isinstance(values, Tensor) or not values.is_floating_point():
             got = getattr(values, "dtype", type(values).__name__)
-            raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per token")
+            raise TypeError(f"objective: expected floating-point numbers in a tensor, got {got}; return one per {of}")
         if values.layout is not torch.strided:
             raise TypeError(f"objective: expected a dense tensor, got layout {values.layout}; return its to_dense()")
         if values.shape != is_valid.shape or values.device != is_valid.device:
             expected, got = (f"{tuple(each.shape)} on {each.device}" for each in (is_valid, values))
-            raise ValueError(f"objective: expected a number of each token, {expected}, got {got}; return that shape")
+            raise ValueError(f"objective: expected a number of each {of}, {expected}, got {got}; return that shape")
         return torch.where(is_valid, values.to(self.losses.dtype), 0.0)
 
     def _named(self, outputs: TokenOutputs) -> dict[str, Tensor]:
@@ -172,20 +184,26 @@ class RowObjective(NamedTuple):
         return {name: output.detach() for name, output in zip(names, outputs, strict=True) if output is not None}
 
     def _check(self, rows: slice, outputs: TokenOutputs) -> None:
-        """Raise if the function mixes tokens; remember it if there were enough to tell. Waits for the device."""
-        index = self.is_valid[rows].nonzero().squeeze(1)
-        n_valid = len(index)
+        """Raise if the function mixes tokens or groups; remember it if there were enough to tell. Waits."""
+        own, index, groups = self._within(rows), cast(Any, slice(None)), self.groups
+        if groups is not None and own.stop - own.start < 2:
+            return  # without a wait, since there may never be more
+        is_valid = self.is_valid[own]
+        n_valid = int(is_valid.sum())
         if n_valid == 0:
             return
-        index = index.repeat(2) if n_valid == 1 else index
+        if groups is not None:
+            groups = groups.at(rows)
+        else:
+            index = is_valid.nonzero().squeeze(1).repeat(2 if n_valid == 1 else 1)
         tokens = {name: numbers[rows][index] for name, numbers in self.tokens.items()}
         if n_valid == 1:  # and another, of other numbers
             tokens |= {name: torch.stack([t[0], 2 * t[1]]) for name, t in tokens.items() if t.is_floating_point()}
-        alone = self._replace(tokens=tokens, is_valid=self.is_valid[rows][index])
+        alone = self._replace(tokens=tokens, is_valid=is_valid[index], groups=groups)
         some = TokenOutputs._make([None if each is None else each[index] for each in outputs])
         try:
             with torch.autograd.set_detect_anomaly(False):
-                alone._check_each_alone(slice(0, len(index)), some)
+                alone._check_each_alone(some)
                 alone._check_each_changed(some)
         except torch.OutOfMemoryError:
             raise
@@ -213,16 +231,17 @@ class RowObjective(NamedTuple):
     def _check_each_changed(self, outputs: TokenOutputs) -> None:
         """Raise unless a row has the same number and derivative if every second row gets far numbers of its own.
 
-        Each row stays at its place, so that even rounding is the same.
+        Each row stays at its place, so that even rounding is the same. For groups likewise.
         """
-        rows, ones = slice(0, len(outputs.loss)), outputs.loss.new_ones(len(outputs.loss))
+        rows, step = slice(0, len(outputs.loss)), outputs.loss.new_tensor(5.0).expand(len(outputs.loss))
+        ones = outputs.loss.new_ones(len(self.is_valid))
         values, grads = self._differentiated(rows, outputs, ones)
         for first in range(2):
-            own = slice(first, None, 2)
-            is_far = torch.ones_like(ones, dtype=torch.bool)
-            is_far[own] = False
-            for factor, step in ((0.01, 0.0 * ones), (4.0, 5 * ones)):
-                far = self._moved(outputs, is_far, factor, step)
+            own, own_rows, _ = self._every_second(first)
+            is_far = torch.ones_like(step, dtype=torch.bool)
+            is_far[own_rows] = False
+            for factor, far_step in ((0.01, 0 * step), (4.0, step)):
+                far = self._moved(outputs, is_far, factor, far_step)
                 try:
                     others, of_others = self._differentiated(rows, far, ones)
                 except torch.OutOfMemoryError:
@@ -230,60 +249,46 @@ class RowObjective(NamedTuple):
                 except Exception:  # it may refuse such numbers
                     continue
                 is_right = _are_close(values[own], others[own])
-                if not (is_right and all(_are_close(g[own], of_others[name][own]) for name, g in grads.items())):
-                    raise ValueError(MIXES)
+                same = all(_are_close(g[own_rows], of_others[name][own_rows]) for name, g in grads.items())
+                if not (is_right and same):
+                    raise ValueError(MIXES if self.groups is None else MIXES_GROUPS)
 
-    def _check_each_alone(self, rows: slice, outputs: TokenOutputs) -> None:
-        """Raise unless every second row has the same number and derivative alone, and so have the rows between."""
-        ones = outputs.loss.new_ones(len(outputs.loss))
-        spread = torch.arange(len(ones), device=ones.device, dtype=ones.dtype) * 0.6180339887 % 1
+    def _every_second(self, first: int) -> tuple[slice, Any, RowObjective]:
+        """Return every second number, which rows it is of, and the objective of these alone."""
+        own = slice(first, None, 2)
+        rows, groups = (own, None) if self.groups is None else self.groups.every_second(first)
+        tokens = {name: numbers[rows] for name, numbers in self.tokens.items()}
+        return own, rows, self._replace(tokens=tokens, is_valid=self.is_valid[own], groups=groups)
+
+    def _check_each_alone(self, outputs: TokenOutputs) -> None:
+        """Raise unless every second row, or group, has the same number and derivative alone, and so have the others."""
+        mixes, ones = MIXES if self.groups is None else MIXES_GROUPS, outputs.loss.new_ones(len(self.is_valid))
+        n_rows = len(outputs.loss)
+        spread = torch.arange(n_rows, device=ones.device, dtype=ones.dtype) * 0.6180339887 % 1
         # As they are, a policy may be its own reference, or its teacher, which hides a mean of their difference.
         outputs = self._moved(outputs, spread >= 0, 1.0, 0.5 * spread)
-        values, grads = self._differentiated(rows, outputs, ones)
+        values, grads = self._differentiated(slice(0, n_rows), outputs, ones)
         # Of other weights no sum of two rows is a multiple of one. A power of two rounds nothing.
-        weights = 2.0 ** (4 * spread).floor()
+        weights = 2.0 ** (4 * spread[: len(ones)]).floor()
         for first in range(min(2, len(ones))):
-            own = slice(first, None, 2)
-            half = TokenOutputs._make([None if each is None else each[own] for each in outputs])
-            half_rows = slice(rows.start + first, rows.stop, 2)
+            own, rows, of_half = self._every_second(first)
+            half = TokenOutputs._make([None if each is None else each[rows] for each in outputs])
+            half_rows, of_rows = slice(0, len(half.loss)), weights[own]
+            of_rows = of_rows if of_half.groups is None else of_half.groups.groups.to_tokens(of_rows)
             try:
-                alone, grads_alone = self._differentiated(half_rows, half, ones[own])
-                _, weighted = self._differentiated(half_rows, half, weights[own])
+                alone, grads_alone = of_half._differentiated(half_rows, half, ones[own])
+                _, weighted = of_half._differentiated(half_rows, half, weights[own])
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, IndexError, ValueError) as error:  # of the whole there was none
-                raise ValueError(f"{MIXES}. Numbers of all tokens must be in tokens=") from error
+                raise ValueError(f"{mixes}. Numbers of all tokens must be in tokens=") from error
             is_right = _are_close(values[own], alone)
-            is_right &= all(_are_close(grad[own], grads_alone[name]) for name, grad in grads.items())
+            is_right &= all(_are_close(grad[rows], grads_alone[name]) for name, grad in grads.items())
             is_right &= all(
-                _are_close(grads_alone[name] * _along_rows(weights[own], grad), grad) for name, grad in weighted.items()
+                _are_close(grads_alone[name] * _along_rows(of_rows, grad), grad) for name, grad in weighted.items()
             )
             if not is_right:
-                raise ValueError(MIXES)
-
-
-def key_of(function: Any) -> tuple[Any, ...]:
-    """Return what stands for a function among those that are checked: its code, those of functions in its closure, its
-    class, and the constants that a ``functools.partial`` gives it; of one without code, as ``torch.neg``, itself.
-    """
-    given: list[Any] = []
-    keys: list[Any] = []  # of functions that a partial calls
-    while isinstance(function, functools.partial):
-        keys += [key_of(each) for each in function.args if callable(each)]
-        given += [*function.args, *[each for pair in function.keywords.items() for each in pair]]
-        function = function.func
-    itself = function
-    if isinstance(function, torch.nn.Module):
-        function = function.forward
-    elif not hasattr(function, "__code__"):
-        function = type(function).__call__
-    function, owner = inspect.unwrap(function), getattr(function, "__self__", None)
-    with suppress(ValueError):  # a cell that is not filled yet
-        given += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    codes = [getattr(each, "__code__", type(each)) for each in given if callable(each)]
-    constants = [each for each in given if isinstance(each, bool | int | float | str)]
-    kind = owner if isinstance(owner, type) else type(owner)
-    return getattr(function, "__code__", itself), kind, *codes, *constants, *keys
+                raise ValueError(mixes)
 
 
 def _refuse_kept(_: Tensor) -> None:
@@ -294,22 +299,17 @@ def _refuse_kept(_: Tensor) -> None:
     )
 
 
-def check_takes(function: Callable[..., Any], names: Iterable[str], has_labels: bool) -> None:
-    """Raise TypeError if a function cannot be called with log-probabilities of labels and keywords of these names."""
-    first = ["log_probs"] if has_labels else []
-    try:
-        inspect.signature(function, follow_wrapped=False).bind(*first, **dict.fromkeys(names))
-    except TypeError as error:
-        called = ", ".join((*first, *(f"{name}=..." for name in names)))
-        raise TypeError(f"objective: must take ({called}), and it does not: {error}") from error
-    except ValueError:  # it has no signature that can be read
-        return
-
-
 def rows_of(
-    objective: Objective, is_valid: Tensor, order: TokenOrder | None, hidden: Tensor, dtype: torch.dtype
+    objective: Objective,
+    is_valid: Tensor,
+    order: TokenOrder | None,
+    groups: RowGroups | None,
+    hidden: Tensor,
+    dtype: torch.dtype,
 ) -> RowObjective:
     """Return a checked objective as the chunks need it; its losses are of ``dtype``."""
+    if groups is not None:
+        groups, is_valid = groups.having(objective.numbers), is_valid.new_ones(len(groups.ends))
     if objective.num_items is None:
         divisor = is_valid.sum().reshape(1) if objective.reduction == "mean" else is_valid.new_ones(1)
     else:
@@ -318,16 +318,17 @@ def rows_of(
     tokens = {name: flat(t.detach(), t.dim() - n_axes + 1) for name, t in objective.tokens.items()}
     if order is not None:
         tokens = {name: order.to_rows(numbers, 0) for name, numbers in tokens.items()}
-        is_valid = order.to_rows(is_valid, False)
+        is_valid = order.to_rows(is_valid, False) if groups is None else is_valid
     factor = inverse(divisor.to(dtype))
     given = objective.num_items is not None
     if given:
         is_valid = is_valid & (divisor != 0)
     losses = is_valid.new_zeros(is_valid.shape, dtype=dtype)
     captures = hidden.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may wait
-    key = key_of(objective.function) if objective.is_checked and not captures else None
+    key = (groups is None, key_of(objective.function)) if objective.is_checked and not captures else None
     errors: list[Exception] | None = [] if verify.pending.get() is not None else None
-    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors, objective.of_loss)
+    of_loss = objective.of_loss
+    return RowObjective(objective.function, tokens, is_valid, factor, losses, given, key, errors, of_loss, groups)
 
 
 def inverse(divisor: Tensor) -> Tensor:

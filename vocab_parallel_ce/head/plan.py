@@ -32,6 +32,7 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import check_expected, warn_of_misfits
+from vocab_parallel_ce.head.groups import of_no_group, order_of_groups
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, inverse, rows_of
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import flat
@@ -114,19 +115,21 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
     plan, local = planned.plan, Head._make([t if t is None else t.resolve_neg() for t in arguments.head])
     if planned.reduces and planned.needs_gradient and hidden.grad_fn is not None:
         check_summed_once(hidden, group)
+    tokens = Tokens(hidden, "hidden", planned.shape)
     if not plan.is_prepared:
-        tokens = Tokens(hidden, "hidden", planned.shape)
         check_memory(targets, tokens, settings)
         targets = prepare(targets, tokens, settings, plan)
-    if objective is not None:
-        check_objective(objective, Tokens(hidden, "hidden", planned.shape), settings)
+    together = None if objective is None else check_objective(objective, tokens, settings)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
+    ignored = ignored if together is None else of_no_group(together, ignored)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
     count = is_valid.sum(0, keepdim=True) if planned.leaves_out or planned.mean_over == "rows" else None
-    chunks, overflow, order = planned.chunks, None, None
+    chunks, overflow, order, groups = planned.chunks, None, None, None
     if planned.sequence_parallel:
         order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
+    elif together is not None:
+        chunks, order, groups = order_of_groups(together, is_valid, chunks)
     elif planned.leaves_out:
         assert count is not None
         order, overflow = order_of_valid(is_valid, count, settings.head.valid_tokens, settings.check_labels)
@@ -140,7 +143,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
     if expected_grad_output is not None:
         warn_of_misfits()
         expected = torch.where(is_valid, flat(expected_grad_output.detach()).float(), 0.0)
-    row_objective = None if objective is None else rows_of(objective, is_valid, order, hidden, plan.dtype)
+    row_objective = None if objective is None else rows_of(objective, is_valid, order, groups, hidden, plan.dtype)
     if verify.pending.get() is not None:
         compare(arguments._replace(head=local), expected, is_valid, plan.shard, planned.dtype, settings)
     if planned.mean_over:  # last: it may be a collective

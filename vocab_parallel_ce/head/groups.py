@@ -1,0 +1,176 @@
+"""Whole groups of tokens, as the two sequences of a pair: their order in a head, and what an objective of them gets.
+
+Rows are the tokens by group. Chunks, and their parts, end where groups end: one call of the function has all tokens
+of a group, and its derivatives are there before the gradient of the chunk's logits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.head.chunks import TokenOrder
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.targets import Tokens
+
+NONE = -1  # the id of no group
+REFUSED = {
+    "sequence_parallel": "gather hidden states first, with a gradient that is summed over the ranks",
+    "own_tokens": "use a whole weight, or take two steps (docs/objective.md)",
+    "valid_tokens": "leave it out: tokens of no group and ignored ones are never computed",
+}
+
+
+class Groups(NamedTuple):
+    """The ``k`` groups of one call of an objective, which has ``n`` tokens."""
+
+    ids: Tensor  # [k] int64, ascending
+    lengths: Tensor  # [k] int64: of tokens that count
+    group_of_token: Tensor  # [n] int64: positions in ``ids``, ascending
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return ``[k, ...]``: the sum of each group's ``values [n, ...]``, with the same bits every time."""
+        n_tokens = len(self.group_of_token)
+        if values.dim() == 0 or len(values) != n_tokens:
+            got = tuple(values.shape)
+            raise ValueError(f"groups: expected numbers of each token, [{n_tokens}, ...], got shape {got}; mask by 0")
+        values = values if values.is_floating_point() else values.float()
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)  # checks would wait
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return ``[k, ...]``: the mean of each group's ``values [n, ...]``."""
+        return self.sum(values) / self.lengths.view(-1, *[1] * (values.dim() - 1))
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return ``[k, ...]``: those of ``numbers [G, ...]`` that are at the groups' ids."""
+        return numbers[self.ids]
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Return ``[n, ...]``: for each token its group's of ``values [k, ...]``."""
+        return values[self.group_of_token]
+
+
+class RowGroups(NamedTuple):
+    """The groups of some rows, which are whole."""
+
+    groups: Groups
+    ends: Sequence[int]  # the row at which each group ends, on the host
+    largest: int  # id
+    numbers: dict[str, Tensor] = {}  # [G, ...]
+
+    def having(self, numbers: Mapping[str, Tensor]) -> RowGroups:
+        """Return them with numbers that have all ids."""
+        for name, each in numbers.items():
+            if len(each) <= self.largest:
+                expected = f"at least {self.largest + 1} rows, since groups have ids up to {self.largest}"
+                raise ValueError(f"numbers[{name!r}]: expected {expected}, got {len(each)}; put each at its group's id")
+        return self._replace(numbers={name: each.detach() for name, each in numbers.items()})
+
+    def within(self, rows: slice) -> slice:
+        """Return which groups are in ``rows``, a chunk or a part."""
+        return slice(bisect_right(self.ends, rows.start), bisect_right(self.ends, rows.stop))
+
+    def ends_in(self, rows: slice) -> list[int]:
+        """Return where the groups of ``rows`` end, counted from its first."""
+        return [end - rows.start for end in self.ends[self.within(rows)]]
+
+    def at(self, rows: slice) -> RowGroups:
+        """Return the groups of ``rows``."""
+        own, (ids, lengths, group) = self.within(rows), self.groups
+        return self._replace(groups=Groups(ids[own], lengths[own], group[rows] - own.start), ends=self.ends_in(rows))
+
+    def every_second(self, first: int) -> tuple[Tensor, RowGroups]:
+        """Return which rows are of the groups ``first``, ``first + 2``, ..., and these alone. Waits for the device."""
+        ids, lengths, group = self.groups
+        is_own, own = group % 2 == first, slice(first, None, 2)
+        groups = Groups(ids[own], lengths[own], group[is_own] // 2)
+        return is_own, self._replace(groups=groups, ends=groups.lengths.cumsum(0).tolist())
+
+    def arguments(self, rows: slice) -> dict[str, Any]:
+        """Return what a function gets by name, with copies of the numbers."""
+        return {"groups": self.at(rows).groups, **{name: each.clone() for name, each in self.numbers.items()}}
+
+
+def check_numbers(subject: str, by_name: Any, taken: Iterable[str], example: str, tokens: Tokens) -> None:
+    """Raise unless it is a dict of tensors without a gradient, by names of arguments that are not ``taken``."""
+    if not isinstance(by_name, Mapping):
+        got = type(by_name).__name__
+        raise TypeError(f"{subject}: expected a dict of tensors by their names, got {got}; pass {{'{example}': ...}}")
+    for name, each in by_name.items():
+        if type(name) is not str:
+            got = repr(name)
+            raise TypeError(f"{subject}: expected names as keys, got {got}; pass the name of an argument of objective")
+        if name in taken:
+            raise ValueError(f"{subject}[{name!r}]: expected a name of its own, got that of another; pass another")
+        checks.expect(f"{subject}[{name!r}]", each, None, on=tokens.tensor, subject=tokens.subject)
+        checks.check_requires_no_gradient(f"{subject}[{name!r}]", each)
+
+
+def check_groups(
+    together: Tensor, numbers: Mapping[str, Tensor], taken: Iterable[str], tokens: Tokens, settings: Settings
+) -> None:
+    """Raise unless the ids and the groups' numbers fit, except their values, and the head can order tokens."""
+    remedy = "; number the groups"
+    checks.expect("together", together, (torch.int64, torch.int32), remedy, on=tokens.tensor, subject=tokens.subject)
+    if together.shape != tokens.shape:
+        shapes = f"{tuple(tokens.shape)}, got {tuple(together.shape)}"
+        raise ValueError(f"together: shape must be that of the tokens, {shapes}; pass each token's group")
+    for name, remedy in REFUSED.items():
+        value = getattr(settings.head, name)
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected none with together, got {value!r}; {remedy}")
+    check_numbers("numbers", numbers, taken, "reference", tokens)
+    for name, each in numbers.items():
+        if each.dim() == 0:
+            got = "got shape (); put each at its group's id"
+            raise ValueError(f"numbers[{name!r}]: expected one of each group, [G, ...], {got}")
+    checks.check_no_transforms(together, *numbers.values())
+
+
+def of_no_group(ids: Tensor, ignored: Tensor | None) -> Tensor:
+    """Return ``[N]`` bool: tokens that are ``ignored``, or whose id says that they are of no group."""
+    return ids == NONE if ignored is None else ignored | (ids == NONE)
+
+
+def order_of_groups(
+    ids: Tensor, is_valid: Tensor, chunks: tuple[slice, ...]
+) -> tuple[tuple[slice, ...], TokenOrder | None, RowGroups]:
+    """Return chunks of whole groups, the order of the tokens of ``ids [N]`` that are valid, and their groups.
+
+    A chunk has as many tokens as the first of ``chunks``, or as the longest group. Waits for the device once.
+    """
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("together: expected no CUDA graph, got one; the lengths of the groups wait for the device")
+    nothing = torch.iinfo(torch.int64).max
+    in_order, token = torch.where(is_valid, ids.long(), nothing).sort(stable=True)
+    on_host = in_order.cpu()
+    n_rows = int((on_host != nothing).sum())
+    known, lengths = on_host[:n_rows].unique_consecutive(return_counts=True)
+    if n_rows and known[0] < 0:
+        raise ValueError(f"together: ids must be at least 0, or {NONE} for no group, got {int(known[0])}")
+    group = torch.arange(len(known)).repeat_interleave(lengths)
+    groups = Groups(*[each.to(ids.device) for each in (known, lengths, group)])
+    found = RowGroups(groups, lengths.cumsum(0).tolist(), int(known[-1]) if n_rows else NONE)
+    if len(ids) == 0:
+        return chunks, None, found
+    # A row of no token stands for none at all.
+    token = token[:n_rows] if n_rows else token.new_full((1,), len(ids))
+    row = token.new_full((len(ids) + 1,), len(token)).scatter_(0, token, torch.arange(len(token), device=ids.device))
+    most = max(chunks[0].stop, int(lengths.max()) if n_rows else 0)
+    return chunks_of_groups(found.ends or [1], most), TokenOrder(token, row[:-1]), found
+
+
+def chunks_of_groups(ends: Sequence[int], most: int) -> tuple[slice, ...]:
+    """Return chunks of as many groups as have ``most`` rows: groups that end at 3, 4 and 9 by 5 are 0:4 and 4:9."""
+    chunks, start, last = list[slice](), 0, 0
+    for end in ends:
+        if end - start > most:
+            chunks.append(slice(start, last))
+            start = last
+        last = end
+    return (*chunks, slice(start, last))
