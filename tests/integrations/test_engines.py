@@ -42,7 +42,7 @@ def _whole(model):
     return {name: weight.detach().float().cpu().clone() for name, weight in model.named_parameters()}
 
 
-def _deepspeed(model, name, dtype, device):
+def deepspeed_engine(model, name, dtype, device):
     engines = real_module("deepspeed")
     real_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
     groups = real_module("deepspeed.utils.groups")
@@ -51,7 +51,7 @@ def _deepspeed(model, name, dtype, device):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": ZERO[name]},
+        "zero_optimization": {"stage": ZERO[name], "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
     if dtype == torch.bfloat16:
@@ -100,7 +100,7 @@ def _step_of(model, backward, optimizer=None):
     return step
 
 
-ENGINES = dict.fromkeys(ZERO, _deepspeed) | dict.fromkeys(SHARDED, _fsdp1)
+ENGINES = dict.fromkeys(ZERO, deepspeed_engine) | dict.fromkeys(SHARDED, _fsdp1)
 ENGINES["Fabric"] = _fabric
 ON_RANKS = [*ZERO, *SHARDED]
 # In each family each two of mechanism, precision and return_dict meet.
@@ -161,7 +161,7 @@ def _looked_at(rank, group, impl):
     with patch.dict(os.environ, {"LOCAL_RANK": str(rank)}), patch.object(F, "linear", F.linear):
         model, batch = small_model("llama").to(device), halves(device)[rank][0]
         expected = model(**batch).logits
-        engine = _deepspeed(model, "ZeRO-3", torch.float32, device).model
+        engine = deepspeed_engine(model, "ZeRO-3", torch.float32, device).model
         install(model, impl=impl)
         try:
             late = error_of(lambda: engine(**batch).logits.sum().item())

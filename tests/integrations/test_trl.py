@@ -157,14 +157,11 @@ def test_the_first_of_equal_logits_is_top1():
         ("positive", FIELDS, {"logit_scale": 0.0}),
         ("positive", ("log_probs",), {"softcap": 0.0}),
         ("positive", ("log_probs",), {"temperature": -0.5}),
-        ("ZeRO-3", FIELDS, {}),
     ],
 )
 def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, options):
     fused.install()
     hidden, weight, bias, labels = _head()
-    if reason == "ZeRO-3":
-        weight.ds_id = 1
     given = hidden, weight, bias, labels, options.get("temperature", 1.0), 20
     given += options.get("softcap"), options.get("logit_scale", 1.0), outputs
     found, own = (_by_name(core.apply(*given)) for core in (utils._ChunkedLogProbFunction, OWN_CORE))

@@ -37,7 +37,7 @@ OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit", "i
 LEFT = {
     f"outputs other than {', '.join(OUTPUTS)}": "this package has none of them",
     "temperature, logit_scale or softcap that is not positive": "this package refuses them",
-    "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
+    "DeepSpeed ZeRO-3, of DistillationTrainer": "its loss is outside of the engine's forward, which gathers the head",
     "GKD's reductions except batchmean and sum": "this package has a number for each token, not for each of its logits",
 }
 OF_TRL_1_9 = ["last_hidden", "weight", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale"]
@@ -93,7 +93,7 @@ class _Core:
             "logit_scale": logit_scale,
             "temperature": temperature,
         }
-        reason = _why_left_to_trl((weight,), scales, outputs)
+        reason = _why_left_to_trl((), scales, outputs)
         stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
         _calls[reason or "fused"] += 1
         is_own = _options["own_tokens"] and not stays_cut and not reason and fsdp_shard(weight) is weight
