@@ -19,6 +19,7 @@ from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.targets import Tokens
 
 NONE = -1  # the id of no group
+PIECE = 64  # tokens that one thread adds
 REFUSED = {
     "sequence_parallel": "gather hidden states first, with a gradient that is summed over the ranks",
     "own_tokens": "use a whole weight, or take two steps (docs/objective.md)",
@@ -40,7 +41,18 @@ class Groups(NamedTuple):
             got = tuple(values.shape)
             raise ValueError(f"groups: expected numbers of each token, [{n_tokens}, ...], got shape {got}; mask by 0")
         values = values if values.is_floating_point() else values.float()
-        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)  # checks would wait
+        pieces, n_pieces = self._pieces()
+        # Its checks would wait. On a GPU one thread adds a segment: pieces of it first.
+        values = torch.segment_reduce(values, "sum", lengths=pieces, unsafe=True)
+        return torch.segment_reduce(values, "sum", lengths=n_pieces, unsafe=True)
+
+    def _pieces(self) -> tuple[Tensor, Tensor]:
+        """Return the lengths of the groups' pieces, of at most PIECE tokens, some of 0 last; and each group's number."""
+        n_pieces, group = (self.lengths + PIECE - 1) // PIECE, self.group_of_token
+        place = torch.arange(len(group), device=group.device) - (self.lengths.cumsum(0) - self.lengths)[group]
+        piece = (n_pieces.cumsum(0) - n_pieces)[group] + place // PIECE
+        lengths = piece.new_zeros(len(group) // PIECE + len(self.lengths))
+        return lengths.index_add_(0, piece, torch.ones_like(piece)), n_pieces
 
     def mean(self, values: Tensor) -> Tensor:
         """Return ``[k, ...]``: the mean of each group's ``values [n, ...]``."""
