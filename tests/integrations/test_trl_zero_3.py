@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytest.importorskip("transformers")
 pytest.importorskip("trl", minversion="1.16")
 
 from trl.trainer import utils

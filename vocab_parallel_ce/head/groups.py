@@ -47,7 +47,7 @@ class Groups(NamedTuple):
         return torch.segment_reduce(values, "sum", lengths=n_pieces, unsafe=True)
 
     def _pieces(self) -> tuple[Tensor, Tensor]:
-        """Return the lengths of the groups' pieces, of at most PIECE tokens, some of 0 last; and each group's number."""
+        """Return the lengths of pieces of at most PIECE tokens, the last ones may be 0; and each group's number."""
         n_pieces, group = (self.lengths + PIECE - 1) // PIECE, self.group_of_token
         place = torch.arange(len(group), device=group.device) - (self.lengths.cumsum(0) - self.lengths)[group]
         piece = (n_pieces.cumsum(0) - n_pieces)[group] + place // PIECE
