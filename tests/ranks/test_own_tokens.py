@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.cases.flat import linear_cross_entropy, linear_objective, linear_token_log_probs
 from tests.support.cases.inputs import IGNORE_INDEX
@@ -168,6 +169,10 @@ class Model(nn.Module):
         return linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, **options)
 
 
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
 def _trained(rank, group, shape, own, dtype):
     """Three steps of SGD over two micro-batches of uneven tokens, clipped; loaded again; then logits."""
     device = device_of(rank, group)
@@ -176,8 +181,11 @@ def _trained(rank, group, shape, own, dtype):
     policy = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
     torch.manual_seed(0)
     model = Model().to(device)
-    fully_shard(model.lm_head, **policy)
-    fully_shard(model, **policy)
+    if own == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model.lm_head, **policy)
+        fully_shard(model, **policy)
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
     options = {"group": mesh["shards"], "own_tokens": True}
     for step in range(3):
@@ -187,17 +195,17 @@ def _trained(rank, group, shape, own, dtype):
             generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
             inputs = torch.randn(n, WIDTH, generator=generator).to(device)
             labels = torch.randint(0, 21, (n,), generator=generator).to(device)
-            if own:
+            if own is True:
                 loss = model(inputs, labels, num_items=8, **options)
             else:
                 loss = nn.functional.cross_entropy(model(inputs).float(), labels, reduction="sum") / 8
             loss.backward()
             seen.append(loss.detach())
         norms = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        seen.append(norms.full_tensor())
+        seen.append(_whole(norms))
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    state = {name.removeprefix("module."): _whole(value) for name, value in model.state_dict().items()}
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     with torch.no_grad():
         seen.append(model.eval()(torch.ones(2, WIDTH, device=device)).float())
@@ -206,10 +214,10 @@ def _trained(rank, group, shape, own, dtype):
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
 @in_four_ranks
-def test_three_steps_are_those_of_fsdp(rank_pool, impl, shape):
+def test_three_steps_are_those_of_fsdp_and_ddp(rank_pool, impl, shape):
     """Losses, norms, parameters; with micro-batches, a rank without tokens, clipping, and a whole head afterwards."""
-    own, plain = (rank_pool.run(_trained, shape, own, None) for own in (True, False))
-    for (found, state), (expected, of_plain) in zip(own, plain, strict=True):
+    own, plain, ddp = (rank_pool.run(_trained, shape, own, None) for own in (True, False, "DDP"))
+    for (found, state), (expected, of_plain) in zip(own * 2, plain + ddp, strict=True):
         for a, b in zip(found + [*state.values()], expected + [*of_plain.values()], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
