@@ -262,6 +262,7 @@ def lazy_head(model: Any, options: dict[str, Any], *heads: Any) -> Iterator[Call
             record.is_inner = True
             yield record
             return
+        keep_partitioned(head)
         reason, group = refusal(head)
         if reason is None and options.get("own_tokens"):
             reason, group = fsdp.shard_group(head)
@@ -299,11 +300,15 @@ def refusal(head: Any) -> tuple[str | None, Any]:
 
 
 def is_partitioned(head: Any) -> bool:
-    """Return whether DeepSpeed ZeRO-3 has partitioned the head. It would gather a weight that is read in a forward."""
-    found = hasattr(dict.get(head._parameters, "weight"), "ds_id")
-    if found and hasattr(head._parameters, "_in_forward"):
-        head._parameters._in_forward = False  # until the next forward of the engine
-    return found
+    """Return whether DeepSpeed ZeRO-3 has partitioned the head."""
+    return hasattr(dict.get(head._parameters, "weight"), "ds_id")
+
+
+def keep_partitioned(head: Any) -> None:
+    """Let ZeRO-3 not gather a weight that is read in a forward, until the next forward of the engine."""
+    parameters = getattr(head, "_parameters", None)
+    if hasattr(parameters, "_in_forward"):
+        parameters._in_forward = False  # type: ignore[union-attr]
 
 
 def refusal_of_module(head: Any) -> str | None:
