@@ -1,6 +1,7 @@
 """Lanes, poisoned memory, and the fixtures that run one test body on every implementation and device."""
 
 import os
+import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,6 +62,13 @@ def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
 def _seeded():
     """A test draws the same numbers alone and after others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _a_new_compiler():
+    """Past a number of compilations of one function its calls are eager, and those of an earlier test count."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)

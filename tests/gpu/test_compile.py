@@ -48,7 +48,6 @@ def test_cuda_graphs_of_the_compiler_on_ranks(rank_pool, impl):
 @pytest.mark.cuda
 def test_an_eager_loss_over_logits_of_a_compiled_model_with_cuda_graphs():
     """The compiler's pool owns the logits; its backward reads what its forward saved in the same pool."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1000)).cuda()
     compiled = torch.compile(model, mode="reduce-overhead")
@@ -67,7 +66,6 @@ def test_an_eager_loss_over_logits_of_a_compiled_model_with_cuda_graphs():
 @pytest.mark.cuda
 def test_a_compiled_step_needs_one_more_tensor_like_the_logits():
     """Its gradient is out of place; forward copies nothing."""
-    torch._dynamo.reset()
     n, columns = 2048, 32000
     hidden = torch.randn(n, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(columns, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

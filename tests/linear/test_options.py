@@ -211,7 +211,6 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_takes_a_record(name):
-    torch.compiler.reset()
     function, values = CALLS[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for others in values:

@@ -135,11 +135,6 @@ STEPS = (
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
 
 
-@pytest.fixture(autouse=True)
-def _a_new_compiler():
-    torch._dynamo.reset()
-
-
 def with_grads(outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Those that have a gradient, and a random ``grad_output`` of each; the first token's is 0."""
     differentiable = [output for output in outputs if output.requires_grad]

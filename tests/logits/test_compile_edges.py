@@ -41,7 +41,6 @@ REFUSED = [
 @pytest.mark.reference
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_what_eager_code_refuses_is_refused(options, message):
-    torch.compiler.reset()  # past a number of compilations of one function its calls are eager
     with pytest.raises(Exception, match=message):
         torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), **options)
 
@@ -49,7 +48,6 @@ def test_what_eager_code_refuses_is_refused(options, message):
 @pytest.mark.reference
 def test_a_graph_names_the_release():
     """The compiler keeps graphs on disk, by their text: those of another release must not run."""
-    torch.compiler.reset()
     texts = []
 
     def backend(graph, inputs):
@@ -63,7 +61,6 @@ def test_a_graph_names_the_release():
 @pytest.mark.reference
 @pytest.mark.parametrize("option", ["chunk_size", "num_items"])
 def test_a_number_of_tokens_that_changes_costs_one_more_graph(option):
-    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
     x, reduction = test_compile.inputs(), {"reduction": "sum"} if option == "num_items" else {}
@@ -85,7 +82,6 @@ def test_an_option_that_follows_a_shape_is_seen(name, dynamic):
         value |= {"valid_tokens": n_tokens, "chunk_size": n_tokens // 2}
         return (linear_cross_entropy(x.hidden, x.weight, x.labels, **{name: value[name]}),)
 
-    torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for n in (12, 16, 20):
         x = test_compile.inputs(n=n)
@@ -187,7 +183,6 @@ def test_options_without_an_operator_hold_where_the_compiler_skips_the_outermost
 
 @pytest.mark.reference
 def test_logits_without_rows_are_refused_by_name():
-    torch._dynamo.reset()
     x = test_compile.inputs()
     logits = (x.hidden @ x.weight.t()).detach()[0]
     step = torch.compile(vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
