@@ -34,6 +34,7 @@ ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("readme.json").
 PICTURE = "bench_speed.png"
 CASES = [Case("mean", 4096, 128256, 1), Case("none", 4096, 128256, 1), Case("none", 16384, 128256, 2)]
 LONGEST_BAR = 6.5
+MOST_COLUMNS = 8  # of numbers on a page
 LIMITS = {"mean": 1.0, "none": 1.5}  # one read and one write; two reads and one write
 
 
@@ -49,14 +50,11 @@ def short_commit(document: Document) -> str:
 
 
 def with_host(document: Document, title: str, *parts: str) -> str:
-    """Parts of a page below the machine, the versions, the rounds and the commit."""
+    """Parts of a page below the GPU, the versions and the commit; the document has the rest of the machine."""
     host = document["host"]
-    versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
-    packages = ", ".join(f"{name} {version}" for name, version in host["packages"].items()) or "no other package"
-    rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
-    cpu = f", {host['cpu']}" if host.get("cpu") else ""
-    machine = f"{host['gpus_used']} x {host['gpu']}{cpu}; {versions}; {packages}{rounds}"
-    return "\n\n".join([f"{machine}; commit {short_commit(document)}. {title}".strip(), *filter(None, parts)])
+    versions = {"torch": host["torch"].partition("+")[0], "Triton": host["triton"]} | host["packages"]
+    measured = [f"{host['gpus_used']} x {host['gpu']}", *(f"{name} {version}" for name, version in versions.items())]
+    return "\n\n".join([f"{', '.join(measured)}; {short_commit(document)}. {title}".strip(), *filter(None, parts)])
 
 
 def shown(value: float | None) -> str:
@@ -114,21 +112,38 @@ def notes(document: Document) -> str:
     return "\n".join(f"- {', '.join(found)}: {text}." for text, found in names.items())
 
 
-def provider_table(
-    document: Document, first: str, cell: Callable[[Result], str], more: dict[str, Callable[[Result], str]]
-) -> str:
-    """One row per case and one column per provider; the fastest is bold. ``more`` has columns of our default."""
-    cases = results_by_case(document)
-    names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
-    rows = []
-    for case, results in cases.items():
-        ratios = {name: shown(number(results.get(name), "ratio")) for name in names}
-        best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
-        cells = [cell(results[name]) if ratio != "-" else "-" for name, ratio in ratios.items()]
-        fastest = [ratio != "-" and float(ratio) == best for ratio in ratios.values()]
-        of_default = [column(results[OURS]) for column in more.values()]
-        rows.append([str(case), *(f"**{c}**" if f else c for c, f in zip(cells, fastest, strict=True)), *of_default])
-    return table([first, *names, *more], rows)
+def by_case(
+    cases: Mapping[Any, Mapping[str, Result]], metrics: dict[str, Callable[[Result], str]], *, compares: bool = False
+) -> list[str]:
+    """One row per provider and one column per case and metric, of tables that fit on a page.
+
+    If the rows are to be compared, the first metric's least of each case is bold.
+    """
+    n_tables = -(-len(cases) * len(metrics) // MOST_COLUMNS)
+    step, found = -(-len(cases) // n_tables), []
+    for some in (list(cases.items())[start : start + step] for start in range(0, len(cases), step)):
+        header, columns = [""], []
+        for case, results in some:
+            for metric, text in metrics.items():
+                is_first = metric == next(iter(metrics))
+                header.append(metric if not is_first else f"{case}, {metric}" if len(metrics) > 1 else str(case))
+                texts = {name: text(result) for name, result in results.items() if is_timed(result)}
+                best = min(map(float, texts.values()), default=None) if compares and is_first else None
+                columns.append({name: f"**{each}**" if float(each) == best else each for name, each in texts.items()})
+        found.append(table(header, [[name, *(column.get(name, "-") for column in columns)] for name in some[0][1]]))
+    return found
+
+
+def by_reduction(document: Document, metrics: dict[str, Callable[[Result], str]]) -> list[str]:
+    """Tables of the means, and of what is unreduced, whose providers go from the fastest to the slowest."""
+    found = []
+    for kind in dict.fromkeys(case.kind for case in results_by_case(document)):
+        cases = {case: results for case, results in results_by_case(document).items() if case.kind == kind}
+        timed = [name for name in providers_of(cases) if any(is_timed(each.get(name)) for each in cases.values())]
+        found += by_case(
+            {case: {n: each.get(n, {}) for n in timed} for case, each in cases.items()}, metrics, compares=True
+        )
+    return found
 
 
 def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
@@ -146,38 +161,37 @@ def faster_eagerly(cases: dict[Case, dict[str, Result]]) -> str:
 
 
 def logits_part(document: Document) -> str:
-    """Every provider's time over the copy's, and this project's eager call and memory."""
+    """Every provider's time over the copy's, and this project's memory."""
     ours = [result for result in document["results"] if is_ours(result["provider"]) and "ratio_spread" in result]
     spread = max(((r["ratio_spread"][1] - r["ratio_spread"][0]) / r["ratio"] for r in ours), default=0.0)
-    title = f"This project's ratios vary by {100 * spread:.1f} % or less. Time / copy:"
-    more = {"eager us": lambda r: shown(number(r, "microseconds_eager")), "extra B/row": per_row}
-    every = provider_table(document, "tokens x vocabulary", lambda r: shown(r["ratio"]), more)
-    return with_host(document, title, every, faster_eagerly(results_by_case(document)), notes(document))
+    most = max(result["peak_bytes"] / result["tokens"] for result in ours if result["provider"] == OURS)
+    title = (
+        f"This project's ratios vary by {100 * spread:.1f} % or less, and it takes at most {most:.0f} bytes per row."
+    )
+    every = by_reduction(document, {"time / copy": lambda result: shown(result["ratio"])})
+    said = faster_eagerly(results_by_case(document)), notes(document)
+    return with_host(document, f"{title} Time / copy:", *every, *said)
 
 
 def linear_part(document: Document) -> str:
-    """Every provider's time over the matmuls' and its memory, and this project's time."""
-
-    def cell(result: Result) -> str:
-        return f"{result['ratio']:.3f}, {gib(result['peak_bytes'])}"
-
-    every = provider_table(document, "case", cell, {"ms": lambda result: f"{result['ms']:.2f}"})
-    return with_host(document, "Time / matmuls and extra GiB:", every, notes(document))
+    """Every provider's time over the matmuls' and its memory."""
+    metrics = {"time / matmuls": lambda each: f"{each['ratio']:.3f}", "GiB": lambda each: gib(each["peak_bytes"])}
+    return with_host(document, "", *by_reduction(document, metrics), notes(document))
 
 
 def few_part(document: Document) -> str:
     """Microseconds of a CUDA graph's replay of each provider and of the copy."""
-    cases = results_by_case(document)
-    every = dict.fromkeys(result["provider"] for result in document["results"])
-    times = {(c, name): number(cases[c].get(name), "microseconds_graph") for c in cases for name in every}
-    names = [name for name in every if any(times[case, name] is not None for case in cases)]
-    rows = []
-    for case, results in cases.items():
-        copy = results[OURS]["microseconds_graph"] / results[OURS]["ratio_graph"]
-        cells = ("-" if us is None else f"{us:.1f}" for us in (copy, *(times[case, name] for name in names)))
-        rows.append([str(case), *cells])
-    header = ["tokens x vocabulary", "copy", *names]
-    return with_host(document, "Microseconds of a CUDA graph's replay:", table(header, rows))
+    for results in results_by_case(document).values():
+        ours = results[OURS]
+        copied = {
+            "provider": "copy",
+            "ratio": 1.0,
+            "microseconds_graph": ours["microseconds_graph"] / ours["ratio_graph"],
+        }
+        document = document | {"results": [*document["results"], ours | copied]}
+    captured = [each for each in document["results"] if number(each, "microseconds_graph") is not None]
+    every = by_reduction(document | {"results": captured}, {"us": lambda each: f"{each['microseconds_graph']:.1f}"})
+    return with_host(document, "Microseconds of a CUDA graph's replay:", *every)
 
 
 def options_part(document: Document) -> str:
@@ -207,39 +221,29 @@ def cost(result: Result) -> str:
     return f"{shown(result['ms'])} ms, {gib(result['peak_bytes'])} GiB"
 
 
-def step_tables(document: Document) -> list[str]:
-    """One table for all cases that have the same providers: time with its quartiles, and memory."""
-
-    def cell(result: Result) -> str:
-        lower, upper = map(shown, result["ms_quartiles"])
-        return f"{shown(result['ms'])} ({lower}-{upper}), {gib(result['peak_bytes'])}"
-
+def step_tables(document: Document, **metrics: Callable[[Result], str]) -> list[str]:
+    """Tables of all cases that have the same providers."""
     groups: dict[tuple[str, ...], dict[str, dict[str, Result]]] = {}
     for case, results in results_by_case(document).items():
         groups.setdefault(tuple(results), {})[case] = results
     return [
-        table(["", *cases], [[name, *(cell(results[name]) for results in cases.values())] for name in names])
-        for names, cases in groups.items()
+        each
+        for cases in groups.values()
+        for each in by_case(cases, metrics | {"GiB": lambda result: gib(result["peak_bytes"])})
     ]
 
 
 def steps_part(document: Document) -> str:
-    title = "Milliseconds (quartiles), and GiB of new memory at the peak:"
-    return with_host(document, title, *step_tables(document))
+    """Milliseconds and new memory at the peak."""
+    spreads = [abs(each / result["ms"] - 1) for result in document["results"] for each in result["ms_quartiles"]]
+    title = f"Quartiles are within {100 * max(spreads):.0f} % of the medians; GiB of new memory at the peak:"
+    return with_host(document, title, *step_tables(document, ms=lambda result: shown(result["ms"])))
 
 
 def objective_part(document: Document) -> str:
     """The time of each call over that of the three products, with a teacher four, and its memory."""
-
-    def cell(result: Result) -> str:
-        return f"{result['ratio']:.2f}, {gib(result['peak_bytes'])}" if is_timed(result) else "-"
-
-    tables, cases = [], results_by_case(document)
-    for names in dict.fromkeys(map(tuple, cases.values())):
-        alike = {case: results for case, results in cases.items() if tuple(results) == names}
-        rows = [[name, *(cell(results[name]) for results in alike.values())] for name in names]
-        tables.append(table(["tokens x D x V", *alike], rows))
-    return with_host(document, "Time over the products, and GiB of new memory at the peak:", *tables)
+    every = step_tables(document, **{"time / products": lambda result: f"{result['ratio']:.2f}"})
+    return with_host(document, "GiB of new memory at the peak:", *every)
 
 
 def losses_part(document: Document) -> str:
@@ -259,8 +263,8 @@ def losses_part(document: Document) -> str:
         rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
     title = "Time over a copy of the logits, and over the same call without the last option:"
     every = table(["call", *cases, "bytes per row"], rows)
-    heads = step_tables(document | {"results": [each for each in document["results"] if each["case"] not in cases]})
-    return with_host(document, title, every, "Heads, in ms and GiB:", *heads)
+    of_heads = document | {"results": [each for each in document["results"] if each["case"] not in cases]}
+    return with_host(document, title, every, "Heads:", *step_tables(of_heads, ms=lambda result: shown(result["ms"])))
 
 
 def beside_baseline(document: Document, suffix: str) -> str:
