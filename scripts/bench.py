@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, pages
+from bench_lib import cases, pages, pictures
 from bench_lib.clock import DeviceTimer, Ranks, joined_ranks
 from bench_lib.documents import (
     RESULTS,
@@ -110,7 +110,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     page.add_argument("--rounds", type=int, default=10)
     reported = commands.add_parser("report", help="the tables of the pages, from the documents")
     how = reported.add_mutually_exclusive_group(required=True)
-    how.add_argument("--write", action="store_true", help="the tables and the picture")
+    how.add_argument("--write", action="store_true", help="the tables and the pictures")
     how.add_argument("--check", action="store_true", help="exit with 1 and name what is stale")
     reported.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     reported.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
@@ -200,7 +200,7 @@ def page_command(options: argparse.Namespace) -> int:
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """Write the tables of the pages and the picture, or name what is stale."""
+    """Write the tables of the pages and the pictures, or name what is stale."""
     texts = pages.texts(options.root, options.results)
     stale = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
     for path in stale:
@@ -209,7 +209,7 @@ def report_command(options: argparse.Namespace) -> int:
         else:
             path.write_text(texts[path], encoding="utf-8")
     if stale and options.write:
-        pages.draw(read_documents(options.results), options.results / pages.PICTURE)
+        pictures.draw(read_documents(options.results), options.results)
     return 1 if options.check and stale else 0
 
 

@@ -1,4 +1,4 @@
-"""The tables of README and of the pages of docs/, and a picture, from the committed documents.
+"""The tables of README and of the pages of docs/, from the committed documents.
 
 ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` are around what NAME stands for: a function here, or the file of a
 document without its ending. ``readme.json`` has the rows of README's figures: what a row shows ``without`` this
@@ -22,7 +22,6 @@ from bench_lib.documents import (
     case_of,
     is_ours,
     is_timed,
-    name_of,
     read_documents,
     results_by_case,
 )
@@ -31,9 +30,6 @@ from vocab_parallel_ce.versions import TESTED
 GIB = 2**30
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("readme.json").read_text("utf-8"))
-PICTURE = "bench_speed.png"
-CASES = [Case("mean", 4096, 128256, 1), Case("none", 4096, 128256, 1), Case("none", 16384, 128256, 2)]
-LONGEST_BAR = 6.5
 MOST_COLUMNS = 8  # of numbers on a page
 LIMITS = {"mean": 1.0, "none": 1.5}  # one read and one write; two reads and one write
 
@@ -376,24 +372,3 @@ def texts(root: Path, results: Path) -> dict[Path, str]:
         needed = ("numbers",) if path == readme else ()
         found[path] = with_blocks(path.read_text(encoding="utf-8"), made, path.name, needed)
     return found
-
-
-def draw(documents: dict[str, Document], path: Path) -> None:
-    """Draw the time over that of a copy, in each of some cases, by provider."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    for axes, case in zip(figure.subplots(1, len(CASES)), CASES, strict=True):
-        results = results_by_case(documents[name_of("table", case.ranks)])[case]
-        slowest_first = reversed(providers_of({case: results}))
-        bars = {name: results[name]["ratio"] for name in slowest_first if is_timed(results[name])}
-        colours = ["#0072B2" if is_ours(name) else "#B0B0B0" for name in bars]
-        drawn = axes.barh(list(bars), [min(ratio, LONGEST_BAR) for ratio in bars.values()], color=colours)
-        axes.bar_label(drawn, [shown(ratio) for ratio in bars.values()], padding=3, fontsize=8)
-        axes.axvline(LIMITS[case.kind], color="black", linewidth=0.8, linestyle="--")
-        axes.set_xlim(0, LONGEST_BAR * 1.15)
-        axes.set_title(f"{case}, {case.ranks} GPU{'s' * (case.ranks > 1)}", fontsize=9)
-        axes.tick_params(labelsize=8)
-    caption = "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5"
-    figure.supxlabel(caption, fontsize=9)
-    figure.savefig(path, dpi=100)

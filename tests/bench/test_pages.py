@@ -8,7 +8,7 @@ import pytest
 from tests.bench.support import OURS, SCRIPTS, document, result
 
 import bench  # isort: skip
-from bench_lib import cases, documents, pages  # isort: skip
+from bench_lib import cases, documents, pictures  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -38,8 +38,8 @@ def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
         assert f"stale: {stale}; python scripts/bench.py report --write renews it" in said
     assert bench.main(["report", "--write", *place]) == 0
     assert bench.main(["report", "--check", *place]) == 0
-    picture = (results / pages.PICTURE).read_bytes()
-    assert picture != (documents.RESULTS / pages.PICTURE).read_bytes() and len(picture) < 200_000
+    picture = (results / pictures.SPEED).read_bytes()
+    assert picture != (documents.RESULTS / pictures.SPEED).read_bytes() and len(picture) < 200_000
 
 
 def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path):
