@@ -57,12 +57,31 @@ CONTENTS = {
     "For contributors": ["CONTRIBUTING", "docs/design", "docs/triton_reductions", "docs/measurements"],
 }
 
+# What readers look for in the site's search, and the heading that it leads to before any name of the API.
+SEARCHED = {
+    "docs/rl": {
+        "# Reinforcement learning": ["entropy", "log-probabilities", "PPO"],
+        "## Samplers": ["top-p"],
+        "## KL": ["KL"],
+    },
+    "docs/objective": {"## Algorithms": ["GRPO"], "## Whole groups": ["DPO", "KTO", "ORPO", "SimPO", "GSPO"]},
+    "docs/distillation": {"# Distillation": ["distillation", "KL divergence"], "## Top-k teachers": ["top-k"]},
+}
+
 
 def add_contents(app, name, source):
     """Give the README the site's table of contents, which it does not need where it is read as a file."""
     if name == root_doc:
         for caption, pages in CONTENTS.items():
             source[0] += "\n".join(["\n", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"])
+
+
+def add_words(app, name, source):
+    """Give headings the words that lead to them in the site's search."""
+    for heading, words in SEARCHED.get(name, {}).items():
+        lines = f"{heading}\n\n```{{index}} {', '.join(words)}\n```\n"
+        assert source[0].count(f"{heading}\n") == 1, f"{name}: expected one heading {heading!r}"
+        source[0] = source[0].replace(f"{heading}\n", lines)
 
 
 def link_pages(app, what, name, obj, options, lines):
@@ -72,4 +91,5 @@ def link_pages(app, what, name, obj, options, lines):
 
 def setup(app):
     app.connect("source-read", add_contents)
+    app.connect("source-read", add_words)
     app.connect("autodoc-process-docstring", link_pages)
