@@ -79,7 +79,7 @@ def add_contents(app, name, source):
 def add_words(app, name, source):
     """Give headings the words that lead to them in the site's search."""
     for heading, words in SEARCHED.get(name, {}).items():
-        lines = f"{heading}\n\n```{{index}} {', '.join(words)}\n```\n"
+        lines = f"{heading}\n\n```{{index}} {', '.join(f'! {word}' for word in words)}\n```\n"
         assert source[0].count(f"{heading}\n") == 1, f"{name}: expected one heading {heading!r}"
         source[0] = source[0].replace(f"{heading}\n", lines)
 
