@@ -93,11 +93,27 @@ def in_loss_parallel() -> Any:
 
 
 def torch_linear(nn: Any) -> LossOf:
-    """With options given, since only then it works in chunks."""
-    if not hasattr(nn.functional, "linear_cross_entropy"):
-        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    options = nn.LinearCrossEntropyOptions()
-    return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
+    """With options given, since only then it works in chunks.
+
+    In an older PyTorch, from 2.13's ``torch/nn/modules/linear_cross_entropy*.py``, if these two files are on the path.
+    """
+    if hasattr(nn.functional, "linear_cross_entropy"):
+        options = nn.LinearCrossEntropyOptions()
+        return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
+    ops, options = (
+        imported("linear_cross_entropy"),
+        imported("linear_cross_entropy_options").LinearCrossEntropyOptions(),
+    )
+
+    def loss(h: Tensor, w: Tensor, y: Tensor, reduction: str, group: Any) -> Any:
+        chosen = options._adjust(h.shape[0], h.shape[1], w.shape[0], h.dtype, h.device)
+        sums = chosen.batch_chunk_size, chosen.acc_policy, chosen.acc_dtype
+        if reduction == "none":
+            return ops._linear_cross_entropy_batch_chunked_no_reduction(h, w, y, None, None, IGNORE_INDEX, *sums)
+        reduced = h, w, y, None, None, reduction, IGNORE_INDEX, 0.0, *sums, False, True, True, False
+        return ops._linear_cross_entropy_batch_chunked(*reduced)[0]
+
+    return loss
 
 
 def sharded_losses(loss: LossOf) -> LossOf:
