@@ -157,6 +157,8 @@ def check_shape_of_labels(name: str, target: Tensor, tokens: Tokens) -> None:
         remedy = f"; the vocabulary is the last dimension: pass {tokens.subject}.movedim(1, -1)"
     elif 0 < target.numel() == math.prod(tokens.shape) and 1 in (target.dim(), len(tokens.shape)):
         remedy = f"; if they are in the order of the tokens, pass {name}.reshape({[*tokens.shape]})"
+    elif tokens.subject == "hidden" and not remedy:
+        remedy = "; hidden [..., D] is the first argument, weight [C, D] the second"
     expected = f"that of {tokens.subject} without the last dimension, {tuple(tokens.shape)}"
     if tokens.shape != tokens.tensor.shape[:-1]:  # sequence parallelism
         expected = f"that of all ranks' tokens, {tuple(tokens.shape)}"

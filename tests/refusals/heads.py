@@ -76,6 +76,11 @@ OF_BOTH: list[Row] = [
     ({"weight": nn.Linear(WIDTH, COLUMNS)}, TypeError, "weight: .*Tensor.*Linear"),
     ({"weight": WEIGHT[0]}, ValueError, r"weight: .*\(8,\)"),
     ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\); pass its t\(\)$"),
+    (
+        {"hidden": WEIGHT, "weight": HIDDEN[0], "labels": LABELS[0]},
+        ValueError,
+        r"labels: .*; hidden \[..., D\] is the first",
+    ),
     ({"labels": LABELS.flatten()}, ValueError, r"labels: .*, got \(6,\); .* order .* pass labels.reshape\(\[2, 3\]\)$"),
     ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
     ({"weight": QUANTISED}, TypeError, "weight: .*QuantisedWeight"),
