@@ -153,6 +153,18 @@ def test_another_loss_is_refused(example, kind, options, tmp_path):
 
 
 @pytest.mark.reference
+def test_logits_with_a_scale_are_refused(example, tmp_path):
+    def scaled(*sizes):
+        model = small(*sizes)
+        model.config.logit_scale = 0.5
+        return model
+
+    small = example.small_model
+    with patch.object(example, "small_model", scaled), pytest.raises(ValueError, match="model: .* got logit_scale"):
+        example.trained(example.FusedDPOTrainer, str(tmp_path), **STEPS)
+
+
+@pytest.mark.reference
 def test_the_script_compares_both(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["preference_trl.py", "--loss", "exo_pair", "--steps", "3"])
     example.main()
