@@ -53,6 +53,20 @@ def add_policy(model: nn.Module) -> None:
     model.forward = MethodType(forward, model)
 
 
+def prepare(trainer: Any, modes: tuple[str, ...] = ("NO",)) -> None:
+    """Add a policy to the model of one of TRL's trainers. Raise if it has other logits, or accelerate another mode."""
+    model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
+    of_text, mode = model.config.get_text_config(), accelerator.distributed_type.value
+    changed = [name for name in OF_LOGITS if getattr(of_text, name, None) not in (None, 1)]
+    if changed or trainer.aux_loss_enabled:
+        got = ", ".join(changed) or "an auxiliary loss"
+        raise ValueError(f"model: expected logits without a scale or softcap, got {got}; use TRL's own trainer")
+    if mode not in modes or accelerator.parallelism_config is not None:
+        raise ValueError(f"accelerator: expected {' or '.join(modes)}, got {mode}; use TRL's own trainer")
+    add_policy(model)
+
+
 class ObjectiveTrainer(trl.GRPOTrainer):
     """``GRPOTrainer`` with a ratio of each token: the losses ``grpo``, ``dapo`` and ``cispo``, k3 and entropy bonus."""
 
@@ -64,15 +78,7 @@ class ObjectiveTrainer(trl.GRPOTrainer):
         for name, value in DEFAULTS.items():
             if getattr(config, name) != value:
                 raise ValueError(f"{name}: expected {value!r}, its default, got {getattr(config, name)!r}")
-        model = self.accelerator.unwrap_model(self.model)
-        of_text = model.config.get_text_config()
-        changed = [name for name in OF_LOGITS if getattr(of_text, name, None) not in (None, 1)]
-        if changed or self.aux_loss_enabled or self.accelerator.num_processes > 1:
-            raise ValueError(
-                "model: expected logits without a scale or softcap, no auxiliary loss and one process, got "
-                f"{', '.join(changed) or 'others'}; use trl.GRPOTrainer"
-            )
-        add_policy(model)
+        prepare(self)
 
     def _shares(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Return ``[B, T]`` fp32, what each token's loss counts in the sum."""
@@ -157,17 +163,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token=pad, bos_token=begin, eos_token=end)
 
 
-def trained(trainer: type[trl.GRPOTrainer], folder: str, **options: Any) -> Any:
-    """Return the trainer after training, of a small model and with options of TRL's ``GRPOConfig``."""
+def small_model(folder: str, hidden: int = 64, vocabulary: int = len(SPECIAL + WORDS)) -> Any:
+    """Return a model that lies in the folder: TRL makes the reference from its name."""
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    sizes = {"vocab_size": len(SPECIAL + WORDS), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, **ids, num_attention_heads=4)).save_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)  # TRL makes the reference of a divergence from its name
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def common_options() -> dict[str, Any]:
+    """Return options of TRL's configs: fp32, and a log of each step."""
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    return {**quiet, "bf16": False, "use_cpu": not torch.cuda.is_available(), "gradient_checkpointing": False}
+
+
+def trained(trainer: type[trl.GRPOTrainer], folder: str, **options: Any) -> Any:
+    """Return the trainer after training, of a small model and with options of TRL's ``GRPOConfig``."""
+    model = small_model(folder)
     sampled = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 8}
-    kind = {"bf16": False, "use_cpu": not torch.cuda.is_available(), "gradient_checkpointing": False}
-    common = {**quiet, **sampled, **kind, "learning_rate": 3e-3}
+    common = {**common_options(), **sampled, "learning_rate": 3e-3}
     config = trl.GRPOConfig(output_dir=folder, **{**common, **options})
     prompts = Dataset.from_list([{"prompt": word} for word in WORDS])
     made = trainer(model, even_numbers, config, train_dataset=prompts, processing_class=tokenizer())
