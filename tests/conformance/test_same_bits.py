@@ -118,11 +118,11 @@ def assert_same_bits(seed: int, several: dict[str, Tensor], one: dict[str, Tenso
 @pytest.mark.interpreted(N_CALLS // BLOCK)
 @pytest.mark.parametrize("first", range(0, N_CALLS, BLOCK))
 def test_1_2_4_and_8_ranks_give_the_same_bits(impl_device, first):
-    """The interpreter takes its time: it runs one call of a block."""
+    """The interpreter takes its time: it runs one call of a block, the second: of call 1 an edge is in another unit."""
     impl, device = impl_device
     is_interpreted = (impl, device) == ("triton", "cpu")
     small = device == "cpu" or impl == "reference"
-    for seed in SEEDS[first : first + (1 if is_interpreted else BLOCK)]:
+    for seed in SEEDS[first + 1 : first + 2] if is_interpreted else SEEDS[first : first + BLOCK]:
         one = results(seed, device, impl, small, 1)
         for n_ranks in (2, 4, 8):
             assert_same_bits(seed, results(seed, device, impl, small, n_ranks), one, n_ranks)
