@@ -1,7 +1,8 @@
 """Whole groups of tokens, as the two sequences of a pair: their order in a head, and what an objective of them gets.
 
 Rows are the tokens by group. Chunks, and their parts, end where groups end: one call of the function has all tokens
-of a group, and its derivatives are there before the gradient of the chunk's logits.
+of a group, and its derivatives are there before the gradient of the chunk's logits. Groups that are longer than a
+chunk come first. Their chunks end anywhere, since a walk without gradients comes before the call and the gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.head.chunks import TokenOrder
+from vocab_parallel_ce.head.chunks import TokenOrder, chunks_of
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.targets import Tokens
 
@@ -30,7 +31,7 @@ REFUSED = {
 class Groups(NamedTuple):
     """The ``k`` groups of one call of an objective, which has ``n`` tokens."""
 
-    ids: Tensor  # [k] int64, ascending
+    ids: Tensor  # [k] int64
     lengths: Tensor  # [k] int64: of tokens that count
     group_of_token: Tensor  # [n] int64: positions in ``ids``, ascending
 
@@ -73,6 +74,7 @@ class RowGroups(NamedTuple):
     groups: Groups
     ends: Sequence[int]  # the row at which each group ends, on the host
     largest: int  # id
+    n_long: int  # the first rows, which are of groups longer than a chunk
     numbers: dict[str, Tensor] = {}  # [G, ...]
 
     def having(self, numbers: Mapping[str, Tensor]) -> RowGroups:
@@ -150,11 +152,12 @@ def of_no_group(ids: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def order_of_groups(
-    ids: Tensor, is_valid: Tensor, chunks: tuple[slice, ...]
+    ids: Tensor, is_valid: Tensor, chunks: tuple[slice, ...], longest: int
 ) -> tuple[tuple[slice, ...], TokenOrder | None, RowGroups]:
-    """Return chunks of whole groups, the order of the tokens of ``ids [N]`` that are valid, and their groups.
+    """Return the chunks, the order of the tokens of ``ids [N]`` that are valid, and their groups.
 
-    A chunk has as many tokens as the first of ``chunks``, or as the longest group. Waits for the device once.
+    A chunk has as many tokens as the first of ``chunks``, or as the longest group of at most ``longest``; those of
+    longer groups come first. Waits for the device once.
     """
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("together: expected no CUDA graph, got one; the lengths of the groups wait for the device")
@@ -165,24 +168,31 @@ def order_of_groups(
     known, lengths = on_host[:n_rows].unique_consecutive(return_counts=True)
     if n_rows and known[0] < 0:
         raise ValueError(f"together: ids must be at least 0, or {NONE} for no group, got {int(known[0])}")
+    largest, is_short = int(known[-1]) if n_rows else NONE, lengths <= longest
+    n_long, of_short = int(lengths[~is_short].sum()), lengths[is_short]
+    if n_long:
+        rows, by = (each.sort(stable=True).indices for each in (is_short.repeat_interleave(lengths), is_short))
+        token[:n_rows], known, lengths = token[rows.to(token.device)], known[by], lengths[by]
     group = torch.arange(len(known)).repeat_interleave(lengths)
     groups = Groups(*[each.to(ids.device) for each in (known, lengths, group)])
-    found = RowGroups(groups, lengths.cumsum(0).tolist(), int(known[-1]) if n_rows else NONE)
+    found = RowGroups(groups, lengths.cumsum(0).tolist(), largest, n_long)
     if len(ids) == 0:
         return chunks, None, found
     # A row of no token stands for none at all.
     token = token[:n_rows] if n_rows else token.new_full((1,), len(ids))
     row = token.new_full((len(ids) + 1,), len(token)).scatter_(0, token, torch.arange(len(token), device=ids.device))
-    most = max(chunks[0].stop, int(lengths.max()) if n_rows else 0)
-    return chunks_of_groups(found.ends or [1], most), TokenOrder(token, row[:-1]), found
+    chunk, ends = chunks[0].stop, found.ends[len(found.ends) - len(of_short) :] if n_rows else [1]
+    most = max(chunk, int(of_short.max()) if len(of_short) else 0)
+    of_chunks = (*chunks_of(n_long, chunk), *chunks_of_groups(ends, most, n_long))
+    return of_chunks, TokenOrder(token, row[:-1]), found
 
 
-def chunks_of_groups(ends: Sequence[int], most: int) -> tuple[slice, ...]:
+def chunks_of_groups(ends: Sequence[int], most: int, start: int = 0) -> tuple[slice, ...]:
     """Return chunks of as many groups as have ``most`` rows: groups that end at 3, 4 and 9 by 5 are 0:4 and 4:9."""
-    chunks, start, last = list[slice](), 0, 0
+    chunks, last = list[slice](), start
     for end in ends:
         if end - start > most:
             chunks.append(slice(start, last))
             start = last
         last = end
-    return (*chunks, slice(start, last))
+    return (*chunks, slice(start, last)) if ends else ()
