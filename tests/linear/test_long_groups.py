@@ -11,6 +11,7 @@ from tests.support.cases.groups import (
     OF_SEQUENCES,
     SEQUENCES,
     VALID,
+    Case,
     call,
     check,
     dpo,
@@ -161,13 +162,21 @@ def _in_rank(rank, group, impl):
     with verify_calls():
         kept = call(made("pairs"), dpo, device, group.size(), rank, group=group, keep_logits="all", **options)
         teacher = called(device, teacher="js", **ranks, **options)
-    return found, kept, teacher
+        part = made("pairs")
+        part = part._replace(hidden=part.hidden.chunk(group.size())[rank])
+        of_part = call(part, dpo, device, group.size(), rank, group=group, sequence_parallel=True, **options)
+        none = Case(*(each[:0] for each in part[:1]), part.weight, part.labels[:0], part.together[:0], {}, part.numbers)
+        empty = call(none, dpo, device, group.size(), rank, group=group, sequence_parallel=True, **options)
+        assert not any(each.any() for each in empty)
+    return found, kept, teacher, of_part
 
 
 @in_several_ranks
 def test_on_ranks(rank_pool, impl):
-    found, kept, of_teacher = zip(*rank_pool.run(_in_rank, impl), strict=True)
+    found, kept, of_teacher, of_parts = zip(*rank_pool.run(_in_rank, impl), strict=True)
     check(found, dpo, made("pairs"))
+    d_hidden = torch.cat([each[1] for each in of_parts])  # with sequence parallelism
+    check([[each[0], d_hidden, *each[2:]] for each in of_parts], dpo, made("pairs"))
     assert all(all(map(torch.equal, one, other)) for one, other in zip(found, kept, strict=True))
     whole = called("cpu", teacher="js", impl="reference")
     weights = torch.cat([each[6] for each in of_teacher])

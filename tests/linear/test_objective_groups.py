@@ -106,19 +106,14 @@ def _compared(rank, group):
     others = {name: each + rank for name, each in case.numbers.items()}
     run = partial(call, objective=dpo, device=device, n_ranks=group.size(), rank=rank, group=group)
     tensors, together = (case.hidden.to(device), weight, case.labels.to(device), dpo), case.together.to(device)
-    of_part = case._replace(hidden=case.hidden[: SEQUENCES // group.size()])
-    errors = [error_of(partial(run, of_part, sequence_parallel=True))]
-    errors.append(error_of(partial(linear_objective, *tensors, group=mesh, together=together, own_tokens=True)))
+    errors = [error_of(partial(linear_objective, *tensors, group=mesh, together=together, own_tokens=True))]
     with verify_calls():
         return [*errors, *(error_of(run, each) for each in (other, case._replace(numbers=others), case))]
 
 
 @in_ranks((2,), (), (2,))
 def test_what_is_refused_and_what_differs_between_ranks(rank_pool, impl):
-    for gathered, own, ids, numbers, none in rank_pool.run(_compared):
-        assert gathered.startswith(
-            "ValueError: sequence_parallel: expected none with together, got True; gather hidden"
-        )
+    for own, ids, numbers, none in rank_pool.run(_compared):
         assert own.startswith("ValueError: own_tokens: expected none with together, got True; use a whole weight")
         assert ids.startswith("ValueError: together: rank 1 of 2 has shape (40, 10)")
         assert numbers.startswith("ValueError: numbers['reference']: rank 1 of 2 has shape (400,)")

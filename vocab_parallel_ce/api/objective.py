@@ -59,7 +59,8 @@ def linear_objective(
     :func:`linear_token_log_probs` computes the logits twice. docs/objective.md has examples.
 
     Collectives: those of :func:`linear_cross_entropy` with gradients in the forward pass; without gradients, and before
-    those of groups longer than a chunk, one all_gather, or two per chunk with ``"js"``.
+    those of groups longer than a chunk, one all_gather, or two per chunk with ``"js"``. With sequence parallelism and
+    ``together``, one all_gather of ``hidden`` and one reduce_scatter of its gradient.
 
     Args:
         hidden, weight, labels: as in :func:`linear_cross_entropy`.

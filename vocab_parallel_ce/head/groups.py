@@ -22,7 +22,6 @@ from vocab_parallel_ce.targets import Tokens
 NONE = -1  # the id of no group
 PIECE = 64  # tokens that one thread adds
 REFUSED = {
-    "sequence_parallel": "gather hidden states first, with a gradient that is summed over the ranks",
     "own_tokens": "use a whole weight, or take two steps (docs/objective.md)",
     "valid_tokens": "leave it out: tokens of no group and ignored ones are never computed",
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import run
-from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
+from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather, begin_reduce_scatter
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
@@ -63,6 +63,8 @@ def _one_chunk(plan: Plan, linear: LinearCall, wanted: Wanted, *tensors: Tensor 
 
 def _forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
     """Return the same, of any call. Long groups have all outputs first, and then their gradients."""
+    if linear.head.sequence_parallel and linear.objective is not None and linear.objective.groups is not None:
+        return _forward_of_whole(linear, local, targets, wanted)
     kept, n_long = None, linear.n_long
     outputs, outputs_by_row = _new_outputs(linear, local.hidden)
     # Backward overwrites kept logits, which saved-tensor hooks would see.
@@ -84,6 +86,20 @@ def _forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> F
         grads = linear.objective.fill_and_differentiate(rows, of_long, linear.scale)
     gradients = _walk(Products(linear, local, targets, wanted, kept), stats, grads, outputs_by_row)
     return _returned(linear, outputs), gradients, stats, kept
+
+
+def _forward_of_whole(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
+    """Return the same with sequence parallelism, whose ranks have parts of groups: of all hidden states, gathered."""
+    part, group = local.hidden.contiguous(), linear.call.group
+    whole = part.new_empty(*linear.head.shape, part.shape[-1])
+    begin_all_gather(whole, part, group).wait()
+    head = linear.head._replace(sequence_parallel=False, reduces=False)
+    found = _forward(linear._replace(head=head), local._replace(hidden=whole), targets, wanted)
+    outputs, (d_hidden, d_weight, d_bias), stats, kept = found
+    if d_hidden is not None:
+        summed, d_hidden = d_hidden, torch.empty_like(part)
+        begin_reduce_scatter(d_hidden, summed, group).wait()
+    return outputs, (d_hidden, d_weight, d_bias), stats, kept
 
 
 def _fill_outputs(linear: LinearCall, local: Head, targets: Any, kept: Tensor | None, outputs: TokenOutputs) -> Stats:

@@ -134,10 +134,10 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
     count = is_valid.sum(0, keepdim=True) if planned.leaves_out or planned.mean_over == "rows" else None
     chunks, overflow, order, groups = planned.chunks, None, None, None
-    if planned.sequence_parallel:
-        order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
-    elif together is not None:
+    if together is not None:
         chunks, order, groups = order_of_groups(together, is_valid, chunks, planned.longest)
+    elif planned.sequence_parallel:
+        order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
     elif planned.leaves_out:
         assert count is not None
         order, overflow = order_of_valid(is_valid, count, settings.head.valid_tokens, settings.check_labels)
