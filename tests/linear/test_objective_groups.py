@@ -26,6 +26,7 @@ from tests.support.cases.groups import (
     truth_of,
 )
 from tests.support.cases.linear import record_matmuls
+from tests.support.host.gpu import assert_host_never_waits
 from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from vocab_parallel_ce import Teacher, verify_calls
@@ -213,6 +214,32 @@ def test_three_products_and_any_dtype(impl_device):
     tensors = case.hidden.to(device), case.weight.to(device), case.labels.to(device)
     loss, _ = linear_objective(*tensors, dpo, tokens=tokens, numbers=numbers, **options)
     torch.testing.assert_close(loss.cpu(), plain[0])
+
+
+def test_ids_on_the_host(impl_device, monkeypatch):
+    """As those on the device, if no label in a group is ignored; on a CPU, whose ids are always there, by a patch."""
+    impl, device = impl_device
+    case = made("pairs")
+    expected = [call(case, dpo, device, impl=impl, chunk_size=size) for size in ("auto", 12)]
+    if device == "cpu":
+        monkeypatch.setattr("vocab_parallel_ce.head.groups.knows", lambda ids, device: True)
+    run = partial(call, case, dpo, device, impl=impl)
+    known = case.together.masked_fill(~VALID, -1)
+    for size, right in zip(("auto", 12), expected, strict=True):
+        assert all(map(torch.equal, run(together=known, chunk_size=size), right))
+    assert all(each.isnan().any() for each in run(together=case.together, check_labels=False))
+    with pytest.raises(ValueError, match="together: expected -1 for ignored labels if ids are on the CPU, got groups"):
+        run(together=case.together, check_labels=True)
+
+
+@pytest.mark.cuda
+def test_of_ids_on_the_host_nothing_waits():
+    case = made("pairs")
+    known = case.together.masked_fill(~VALID, -1)
+    tokens, numbers = ({n: t.cuda() for n, t in each.items()} for each in (case.tokens, case.numbers))
+    leaves = case.hidden.cuda().requires_grad_(), case.weight.cuda().requires_grad_()
+    labels, options = case.labels.cuda(), {"together": known, "tokens": tokens, "numbers": numbers, "chunk_size": 12}
+    assert_host_never_waits(lambda: linear_objective(*leaves, labels, dpo, **options)[0].backward())
 
 
 def test_an_objective_of_groups_gets_copies():

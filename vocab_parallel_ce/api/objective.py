@@ -76,7 +76,9 @@ def linear_objective(
             own tokens; a mean is over groups. It gets ``groups`` too: ``groups.sum(x)`` and ``groups.mean(x)`` make
             ``[k]`` of ``[n]``, ``groups.to_tokens(y)`` ``[n]`` of ``[k]``. Tokens that are ignored, or of no group,
             are left out, and so are groups without others. A group that is longer than a chunk takes a fourth
-            product, unless ``keep_logits`` has its logits. The call waits for the device once.
+            product, unless ``keep_logits`` has its logits. The call waits for the device once. It does not if the ids
+            are on the CPU and ``hidden`` is on a GPU: then those of ignored tokens must be -1, otherwise the loss is
+            NaN, or ValueError is raised where ``check_labels`` looks.
         numbers: by name, numbers of groups, ``[G]`` or ``[G, m]``: that of group ``i`` is at ``i``. The function gets
             all, and ``groups.of(numbers)`` are those of its groups, ``[k]``.
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result; in ``objective`` those

@@ -130,12 +130,13 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
     together = None if objective is None else check_objective(objective, tokens, settings)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
-    ignored = ignored if together is None else of_no_group(together, ignored)
+    ignored = ignored if together is None else of_no_group(together, ignored, hidden.device)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
     count = is_valid.sum(0, keepdim=True) if planned.leaves_out or planned.mean_over == "rows" else None
     chunks, overflow, order, groups = planned.chunks, None, None, None
     if together is not None:
-        chunks, order, groups = order_of_groups(together, is_valid, chunks, planned.longest)
+        found = order_of_groups(together, is_valid, chunks, planned.longest, settings.check_labels)
+        chunks, order, groups, overflow = found
     elif planned.sequence_parallel:
         order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
     elif planned.leaves_out:

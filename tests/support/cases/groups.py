@@ -165,8 +165,8 @@ def call(case: Case, objective, device=None, n_ranks=1, rank=0, weight=None, **o
     weight = case.weight.chunk(n_ranks)[rank].clone().to(device) if weight is None else weight
     leaves = case.hidden.clone().to(device).requires_grad_(), weight.requires_grad_()
     tokens, numbers = ({n: t.to(device) for n, t in each.items()} for each in (case.tokens, case.numbers))
-    options |= {"together": case.together.to(device), "tokens": tokens, "numbers": numbers, "logit_scale": 0.3}
-    loss, found = linear_objective(*leaves, case.labels.to(device), objective, **options)
+    given = {"together": case.together.to(device), "tokens": tokens, "numbers": numbers, "logit_scale": 0.3}
+    loss, found = linear_objective(*leaves, case.labels.to(device), objective, **given | options)
     loss.backward()
     return [t.detach().cpu() for t in (loss, *(leaf.grad for leaf in leaves), found.log_probs)]
 
