@@ -121,7 +121,8 @@ def known_providers(command: str, case: cases.Case, baseline: Path | None) -> li
     if command in OF_ROWS:
         return row_providers(case, baseline)
     if command == "objective":
-        return [*row_providers(case), *(TEACHER_PROVIDERS if case.teacher_size else OBJECTIVE_PROVIDERS)]
+        others = TEACHER_PROVIDERS if case.teacher_size else () if case.n_pairs else OBJECTIVE_PROVIDERS
+        return [*row_providers(case), *others]
     every = {"rl": RL_PROVIDERS, "compile": COMPILE_PROVIDERS, "frameworks": FRAMEWORK_PROVIDERS}
     return [each for each in every.get(command, PROVIDERS) if (each.takes == "head") == case.is_head]
 

@@ -119,7 +119,8 @@ class HeadOptions:
             is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
         keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
             ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
-            overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in the forward pass.
+            overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in the forward pass,
+            except those of :func:`linear_objective`'s groups that are longer than a chunk.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
         own_tokens: ``hidden``, labels and results are those of this rank's own tokens, of any number; ``weight`` is a
             DTensor that FSDP2 cut over ``group``, in a unit of its own (docs/linear.md).

@@ -1,4 +1,4 @@
-"""The calls of this project that are measured, at this commit or at another, and what is right in fp64 by PyTorch.
+"""The calls of this project that are measured, at this commit or at another.
 
 Only this file knows the names of this project's functions. The tensors that get a gradient are ``(logits,)`` or
 ``(hidden, weight)``.
@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +22,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from bench_lib.cases import IGNORE_INDEX, OF_COLUMNS, OURS, TOP, TOP_P, Case, Inputs
+from bench_lib.cases import OURS, TOP, TOP_P, Case, Inputs
 
 MOST_WEIGHT = 1.2  # of an objective's importance weights
-CHECKED_ROWS = 64
-SUMS = 64 * 2.0**-23  # the error of sums in fp32
-CHUNK_ELEMENTS = 2**27  # logits in fp64 that exist at a time: 1 GiB
 Tensors = tuple[Tensor, ...]
 Take = Callable[[str], Any]  # what a loss takes, by name
 
 
 class Row(NamedTuple):
-    """A call: its loss, its options, and the tensors that it takes by name, as :func:`outputs_fp64` does.
+    """A call: its loss, its options, and the tensors that it takes by name, as `truth.outputs_fp64` does.
 
     ``is_unfused``: a head's logits are made first. On several ranks, a row of ``sequence_parallel`` gets its part of
     the hidden states.
@@ -119,7 +116,28 @@ def opd(log_probs: Tensor, divergence: Tensor, entropy: Tensor, advantage: Tenso
     return divergence - 0.01 * entropy - advantage * log_probs
 
 
-_losses = (cross_entropy, log_probs, given_ids, sampled, distillation, objective, teacher)
+def pairs(package: Any, tensors: Tensors, take: Take, in_two_steps: bool = False, **options: Any) -> Any:
+    """:func:`simpo` of whole pairs inside the head, or of log-probabilities that come first."""
+    pair, sign, reference = map(take, ("pair", "sign", "reference"))
+    if in_two_steps:
+        return simpo_of_tokens(log_probs(package, tensors, take, **options), pair, sign, reference)
+    of_groups = {"together": pair, "tokens": {"sign": sign}, "numbers": {"reference": reference}}
+    return package.linear_objective(*tensors, take("labels"), simpo, **of_groups, **of_head(package, options))[0]
+
+
+def simpo(log_probs: Tensor, groups: Any, sign: Tensor, reference: Tensor) -> Tensor:
+    """That of arXiv:2405.14734 of each pair, whose sequences have one length, with a margin of its own."""
+    return -functional.logsigmoid(2 * (groups.mean(sign * log_probs) - groups.of(reference)))
+
+
+def simpo_of_tokens(log_probs: Tensor, pair: Tensor, sign: Tensor, reference: Tensor) -> Tensor:
+    """The mean of :func:`simpo` of all pairs."""
+    of_tokens = (sign * log_probs, torch.ones_like(log_probs))
+    sums, lengths = (torch.zeros_like(reference).index_add(0, pair, each) for each in of_tokens)
+    return -functional.logsigmoid(2 * (sums / lengths - reference)).mean()
+
+
+_losses = (cross_entropy, log_probs, given_ids, sampled, distillation, objective, teacher, pairs)
 LOSSES = {each.__name__: each for each in _losses}
 
 
@@ -223,6 +241,13 @@ TEACHER_ROWS = {
     "teacher, js": JS,
     "teacher, reverse in an objective": Row("teacher", {"divergence": "reverse", "has_labels": True}),
 }
+PAIR_ROWS = {
+    "linear": Row("cross_entropy", {}),
+    "linear, objective without entropy": WITHOUT_ENTROPY,
+    "linear, pairs": Row("pairs", {}),
+    "linear, pairs, keep_logits": Row("pairs", {"keep_logits": "all"}),
+    "linear, log_probs and pairs": Row("pairs", {"in_two_steps": True}),
+}
 # Of one rank alone: the gradient of the hidden states of two matmuls would need an all_reduce too.
 UNFUSED_ROWS = {
     "losses": {"two matmuls and distillation": Row("distillation", {}, is_unfused=True)},
@@ -236,160 +261,10 @@ def rows_of(case: Case) -> dict[str, Row]:
     """The rows of a case of the commands ``options``, ``losses`` and ``objective``."""
     if case.teacher_size:
         return TEACHER_ROWS | (UNFUSED_ROWS["teacher"] if case.ranks == 1 else {})
+    if case.n_pairs:
+        return PAIR_ROWS
     if case.kind == "objective":
         return OBJECTIVE_ROWS | (UNFUSED_ROWS["objective"] if case.ranks == 1 else {})
     if case.is_head:
         return HEAD_ROWS | (UNFUSED_ROWS["losses"] if case.ranks == 1 else ON_RANKS)
     return OPTION_ROWS if case.kind == "options" else LOSS_ROWS
-
-
-def of_all_ranks(shard: Tensor, dim: int, group: Any) -> Tensor:
-    """The ranks' shards side by side."""
-    if group is None:
-        return shard
-    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, shard.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
-
-
-def outputs_fp64(row: Row, logits: Tensor, given: Take) -> list[Tensor]:
-    """The outputs of each token, by PyTorch's own functions; a mean's divisor is left to the caller."""
-    options = row.options
-    z = logits * options.get("logit_scale", 1.0)
-    if options.get("softcap"):
-        z = options["softcap"] * torch.tanh(z / options["softcap"])
-    if row.loss == "log_probs":
-        temperature = given("temperature")[:, None] if "temperature" in row.given else options.get("temperature", 1.0)
-        return _log_probs(row.outputs, z / temperature, given("labels"))
-    if row.loss == "objective":
-        log_probs, entropy = _log_probs(("log_probs", "entropy"), z, given("labels"))
-        has_entropy = options.get("has_entropy", True)
-        return [cispo(log_probs, given("advantage"), given("old"), entropy if has_entropy else None)]
-    if row.loss == "sampled":
-        log_p = z.masked_fill(~_sampled(z), -torch.inf).log_softmax(-1)
-        return [-(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)]
-    if row.loss == "given_ids":
-        return [(z.log_softmax(-1).gather(1, given("ids")) * given("log_probs")).sum(-1)]
-    if row.loss == "teacher":
-        divergence = _divergence(options["divergence"], given("teacher"), z)
-        if not options["has_labels"]:
-            return [divergence]
-        log_probs, entropy = _log_probs(("log_probs", "entropy"), z, given("labels"))
-        return [opd(log_probs, divergence, entropy, given("advantage"))]
-    if row.loss == "distillation":
-        hard = options.get("hard_weight", 0.0)
-        divergence = _divergence(options.get("divergence", "forward"), given("teacher"), z)
-        of_labels = functional.cross_entropy(z, given("labels"), reduction="none") if hard else 0.0
-        return [(1 - hard) * divergence + hard * of_labels]
-    weight = given("class_weight") if "class_weight" in row.given else None
-    smoothing = options.get("label_smoothing", 0.0)
-    losses = functional.cross_entropy(z, given("labels"), weight, label_smoothing=smoothing, reduction="none")
-    return [losses + options.get("z_loss", 0.0) * torch.logsumexp(z, -1).square()]
-
-
-def _sampled(z: Tensor) -> Tensor:
-    """Which logits a sampler of TOP and TOP_P keeps, with ties."""
-    in_order = z.detach().sort(-1, descending=True).values
-    in_order = in_order.masked_fill(in_order < in_order[:, min(TOP, z.shape[-1]) - 1, None], -torch.inf)
-    last = (in_order.softmax(-1).cumsum(-1) < TOP_P).sum(-1, keepdim=True)
-    return z >= in_order.gather(-1, last)
-
-
-def _log_probs(outputs: tuple[str, ...], z: Tensor, labels: Tensor) -> list[Tensor]:
-    log_p = z.log_softmax(-1)
-    every = {
-        "log_probs": lambda: log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0],
-        "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
-        "lse": lambda: torch.logsumexp(z, -1),
-        "sum_sq_probs": lambda: log_p.exp().square().sum(-1),
-        "mean_logit": lambda: z.mean(-1),
-    }
-    return [every[name]() for name in outputs]
-
-
-def _divergence(name: str, teacher: Tensor, student: Tensor) -> Tensor:
-    log_t, log_s = teacher.log_softmax(-1), student.log_softmax(-1)
-
-    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        return (log_a.exp() * (log_a - log_b)).sum(-1)
-
-    if name == "js":  # of beta 0.5
-        log_m = ((log_t.exp() + log_s.exp()) / 2).log()
-        return (kl(log_t, log_m) + kl(log_s, log_m)) / 2
-    return kl(log_t, log_s) if name == "forward" else kl(log_s, log_t)
-
-
-def expected(row: Row, inputs: Inputs, group: Any, n_tokens: int) -> list[Tensor]:
-    """The outputs of a row for the first tokens, then the gradients of their sums, this rank's; tokens in chunks.
-
-    Collectives: all_gathers.
-    """
-    *of_tokens, shard = (tensor.detach() for tensor in inputs.tensors)
-    labels, is_head = inputs.labels[:n_tokens], bool(of_tokens)
-    whole = of_all_ranks(shard, 0, group) if is_head else of_all_ranks(shard[:n_tokens], 1, group)
-    weight: Any = whole.double().requires_grad_() if is_head else None
-    divisor = _divisor(row, labels, partial(_given, inputs, group, slice(None)))
-    outputs: list[list[Tensor]] = []
-    gradients: list[Any] = []
-    chunk = max(1, CHUNK_ELEMENTS // whole.shape[0 if is_head else 1])
-    for start in range(0, n_tokens, chunk):
-        rows = slice(start, min(start + chunk, n_tokens))
-        leaf = (of_tokens[0] if is_head else whole)[rows].double().requires_grad_()
-        found = outputs_fp64(row, leaf if weight is None else leaf @ weight.T, partial(_given, inputs, group, rows))
-        upstream = 1.0 if inputs.upstreams is None else inputs.upstreams[torch.float32][rows].double()
-        (sum((output * upstream).sum() for output in found) / divisor).backward()
-        outputs.append([output.detach() for output in found])
-        gradients.append(leaf.grad)
-    together = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-    if row.reduction != "none":
-        together = [output.sum() / divisor for output in together]
-    d_tokens, n_columns = torch.cat(gradients), shard.shape[0 if is_head else 1]
-    first = n_columns * (0 if group is None else dist.get_rank(group))
-    columns = slice(first, first + n_columns)
-    return [*together, d_tokens[:, columns]] if weight is None else [*together, d_tokens, weight.grad[columns]]
-
-
-def _divisor(row: Row, labels: Tensor, given: Take) -> Any:
-    if row.reduction != "mean":
-        return row.options.get("num_items", 1)
-    counted = labels[labels != IGNORE_INDEX] if row.loss == "cross_entropy" else labels
-    return given("class_weight")[counted].sum() if "class_weight" in row.given else len(counted)
-
-
-def _given(inputs: Inputs, group: Any, rows: slice, name: str) -> Any:
-    """What a loss takes of these tokens, of all ranks: ids as they are, numbers in fp64."""
-    value = inputs.labels if name == "labels" else inputs.alongside(name)
-    if isinstance(value, tuple):
-        hidden, weight = value
-        return hidden[rows].double() @ of_all_ranks(weight, 0, group).double().T
-    if name in OF_COLUMNS:
-        return of_all_ranks(value, 0, group).double()
-    found = of_all_ranks(value[rows], 1, group) if name == "teacher" else value[rows]
-    return found.double() if found.is_floating_point() else found
-
-
-@torch.no_grad()
-def errors_of(actual: tuple[Tensor, ...], right: list[Tensor], gradients: tuple[str, ...]) -> dict[str, float]:
-    """Relative errors: of all losses as a whole, of each gradient the root mean square over its rows.
-
-    Over rows, since a few rows of a weight's gradient, those of the labels, hold nearly all of its norm.
-    """
-    n_losses = len(right) - len(gradients)
-    loss, right_loss = (torch.cat([t.reshape(-1).double() for t in ts[:n_losses]]) for ts in (actual, right))
-    norm = torch.linalg.vector_norm
-    errors = {"loss": float(norm(loss - right_loss) / norm(right_loss))}
-    for name, grad, right_grad in zip(gradients, actual[n_losses:], right[n_losses:], strict=True):
-        norms = norm(right_grad, dim=1)
-        # A row that must be zero counts as one far smaller than the others. Where its terms cancel, fp64 leaves 1e-17.
-        counted = norms[norms > norms.max() * 1e-12]
-        smallest = float(counted.median()) * 1e-3 if len(counted) else 1e-30
-        relative = norm(grad.reshape(right_grad.shape) - right_grad, dim=1) / norms.clamp(min=smallest)
-        errors[name] = float(relative.square().mean().sqrt())
-    return errors
-
-
-def require(errors: dict[str, float], allowed: tuple[float, ...]) -> None:
-    """Raise AssertionError if an error is larger than allowed, or NaN."""
-    for (name, error), most in zip(errors.items(), allowed, strict=True):
-        if not error <= most:
-            raise AssertionError(f"{name}: relative error {error:.2g}, at most {most:.2g}")

@@ -61,6 +61,11 @@ class Case(NamedTuple):
         return {"teacher": 1, "wide teacher": 2}.get(self.kind, 0) * self.hidden_size
 
     @property
+    def n_pairs(self) -> int:
+        """The number of pairs of sequences, 0 if they are none."""
+        return {"pairs": max(2, self.tokens // (2 * SEQUENCE)), "one pair": 1}.get(self.kind, 0)
+
+    @property
     def columns(self) -> int:
         """Those of one rank."""
         return self.vocabulary // self.ranks
@@ -81,6 +86,8 @@ class Case(NamedTuple):
         size = f"{self.tokens} x {self.vocabulary}"
         if self.teacher_size:
             return f"{size}, D = {self.hidden_size} beside {self.teacher_size}"
+        if self.n_pairs:
+            return f"{self.n_pairs} x 2 x {self.tokens // self.n_pairs // 2} x {self.hidden_size} x {self.vocabulary}"
         if self.kind in ("losses", "objective"):
             return f"{self.tokens} x {self.hidden_size} x {self.vocabulary}" if self.is_head else size
         if self.kind in WITH_HOST and self.is_head:
@@ -125,7 +132,7 @@ SHAPES: dict[str, list[str]] = {
     "options": ["4096x128256", "8192x32064", "4096x50257"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],
-    "objective": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384)],
+    "objective": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768)],
     "rl": ["1024x32000", "8192x128256", "1024x32000x2048", "8192x128256x4096"],
     "compile": ["1024x32000x2048", "8192x128256x2048", "32768x32000x2048"],
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
@@ -133,8 +140,12 @@ SHAPES: dict[str, list[str]] = {
 KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("table", "few", "head"), REDUCTIONS),
     "memory": ("mean",),
-    "objective": ("objective", "teacher", "wide teacher"),
+    "objective": ("objective", "teacher", "wide teacher", "pairs", "one pair"),
 }
+OF_TOKENS = (4096, 8192, 16384)
+# The tokens of kinds that do not have all shapes of their command.
+TOKENS_OF = {**dict.fromkeys(("objective", "teacher", "wide teacher"), OF_TOKENS), "pairs": (8192,)}
+TOKENS_OF["one pair"] = (8192, 32768)
 
 
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
@@ -149,7 +160,8 @@ def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reductio
             raise ValueError(f"vocabulary: expected a multiple of the {ranks} ranks, got {vocabulary}")
         hidden = hidden or (HIDDEN_SIZE if command == "head" else 0)
         if vocabulary % ranks == 0:
-            found += [Case(kind, tokens, vocabulary, ranks, hidden) for kind in kinds]
+            of_shape = [kind for kind in kinds if shapes or tokens in TOKENS_OF.get(kind, (tokens,))]
+            found += [Case(kind, tokens, vocabulary, ranks, hidden) for kind in of_shape]
     return found
 
 
@@ -200,7 +212,11 @@ def alongside_of(case: Case, tensors: tuple[Tensor, ...], rank: int) -> Callable
         of_sequences = random(-(-case.tokens // SEQUENCE), seed=6000).abs()
         return of_sequences.repeat_interleave(SEQUENCE)[: case.tokens]
 
+    token, half = torch.arange(case.tokens, device=device), max(1, case.tokens // 2)
     made: dict[str, Callable[[], Any]] = {
+        "pair": lambda: token % half * case.n_pairs // half,  # of the chosen sequences, and then of the others
+        "sign": lambda: torch.where(token < half, 1.0, -1.0),
+        "reference": lambda: random(case.n_pairs, seed=8000),
         "class_weight": lambda: random(case.columns, seed=2000 + rank).abs(),
         "temperature": lambda: random(case.tokens, seed=3000).abs() + 0.5,
         "teacher": teacher,

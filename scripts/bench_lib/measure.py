@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench_lib.calls import CHECKED_ROWS, SUMS, Row, errors_of, expected, require
+from bench_lib.calls import Row
 from bench_lib.cases import OF_COLUMNS, REDUCTIONS, Case, Effort, Inputs, as_produced, inputs_of
 from bench_lib.clock import DeviceTimer, Ranks, Run, nothing
 from bench_lib.documents import Result
 from bench_lib.providers import Provider, first_line
+from bench_lib.truth import CHECKED_ROWS, SUMS, errors_of, expected, require
 
 YARDSTICK = "yardstick"
 WARM_UP_ROUNDS = 2

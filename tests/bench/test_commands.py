@@ -65,12 +65,13 @@ def test_objective(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "OBJECTIVE_PROVIDERS", ())  # those that are here compile for long
     monkeypatch.setattr(bench, "TEACHER_PROVIDERS", ())
     document = run(tmp_path, "objective", "--shape", "8x100x8")
-    found, *of_teachers = map(list, documents.results_by_case(document).values())
+    found, *of_teachers, pairs, one = map(list, documents.results_by_case(document).values())
+    assert pairs == one == [*calls.PAIR_ROWS]
     assert found == [*calls.OBJECTIVE_ROWS, *calls.UNFUSED_ROWS["objective"]]
     assert of_teachers == 2 * [[*calls.TEACHER_ROWS, *calls.UNFUSED_ROWS["teacher"]]]
     for result in document["results"]:
         result["peak_bytes"] = 0  # a CPU's is not measured
-    assert pages.objective_part(document).count("| linear |") == 2
+    assert pages.objective_part(document).count("| linear |") == 3
 
 
 def test_a_wrong_row_is_an_error_and_leaves_no_finished_document(tmp_path, monkeypatch):

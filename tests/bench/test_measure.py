@@ -23,7 +23,7 @@ from tests.bench.support import (
 from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce.integrations import torchtitan
 
-from bench_lib import calls, cases, clock, frameworks, measure, providers  # isort: skip
+from bench_lib import cases, clock, frameworks, measure, providers, truth  # isort: skip
 from bench_lib.calls import Row  # isort: skip
 
 pytestmark = pytest.mark.reference
@@ -60,7 +60,7 @@ def test_each_call_has_fresh_logits_that_are_no_leaf_and_that_no_call_has_overwr
     def overwriting(logits, labels, reduction, group):
         assert not logits.is_leaf and not logits._is_view() and logits.requires_grad
         seen.append(logits.grad_fn)  # kept: an address is used again
-        starts.append(logits[: calls.CHECKED_ROWS].detach().clone())
+        starts.append(logits[: truth.CHECKED_ROWS].detach().clone())
         loss = eager(logits.clone(), labels, reduction, group)
         logits.detach().zero_()
         return loss
@@ -146,11 +146,11 @@ def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in inputs.tensors)
     loss = functional.cross_entropy(hidden @ weight.T, inputs.labels, reduction="none")
     grads = torch.autograd.grad(loss, (hidden, weight), inputs.upstreams[torch.float32].double())
-    monkeypatch.setattr(calls, "CHUNK_ELEMENTS", 64 * 10)
-    right = calls.expected(Row("cross_entropy", {"reduction": "none"}), inputs, None, case.tokens)
-    assert max(calls.errors_of((loss, *grads), right, ("d_hidden", "d_weight")).values()) < 1e-13
+    monkeypatch.setattr(truth, "CHUNK_ELEMENTS", 64 * 10)
+    right = truth.expected(Row("cross_entropy", {"reduction": "none"}), inputs, None, case.tokens)
+    assert max(truth.errors_of((loss, *grads), right, ("d_hidden", "d_weight")).values()) < 1e-13
     with pytest.raises(AssertionError, match="loss: relative error nan, at most 0.1"):
-        calls.require({"loss": float("nan")}, (0.1,))
+        truth.require({"loss": float("nan")}, (0.1,))
 
 
 def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):

@@ -1,157 +1,45 @@
 """Objectives of whole groups inside a head: against fp64, one group at a time, on one rank and on several."""
 
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.cases.flat import linear_objective
+from tests.support.cases.groups import (
+    CASES,
+    COLUMNS,
+    IGNORED,
+    LENGTH,
+    SEQUENCES,
+    VALID,
+    Case,
+    call,
+    check,
+    dpo,
+    gspo,
+    gspo_token,
+    made,
+    truth_of,
+)
 from tests.support.cases.linear import record_matmuls
+from tests.support.host.gpu import assert_host_never_waits
 from tests.support.ranks.collectives import error_of
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from vocab_parallel_ce import Teacher, verify_calls
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.groups import chunks_of_groups
 
-SEQUENCES, LENGTH, WIDTH, COLUMNS, IGNORED = 40, 10, 8, 40, -100
-VALID = (torch.arange(SEQUENCES) * 7 % LENGTH + 1)[:, None] > torch.arange(LENGTH)
 
-
-def dpo(log_probs, groups, sign, reference, **_):
-    return -F.logsigmoid(0.1 * (groups.sum(sign * log_probs) - groups.of(reference)))
-
-
-def simpo(log_probs, groups, sign, **_):
-    means = [groups.sum(log_probs * side) / groups.sum(side).clamp(min=1) for side in (sign > 0, sign < 0)]
-    return -F.logsigmoid(2 * (means[0] - means[1]) - 0.5)
-
-
-def orpo(log_probs, groups, sign, **_):
-    sides = [(sign * side > 0).float() for side in (1, -1)]
-    chosen, other = [groups.sum(log_probs * side) / groups.sum(side).clamp(min=1) - 0.1 for side in sides]
-    odds = chosen - other - (torch.log1p(-chosen.exp()) - torch.log1p(-other.exp()))
-    return -chosen - 0.2 * F.logsigmoid(odds)
-
-
-def kto(log_probs, groups, reference, is_right, **_):
-    reward = 0.1 * (groups.sum(log_probs) - groups.of(reference))
-    return 1 - torch.sigmoid(torch.where(groups.of(is_right), reward - 0.05, 0.05 - reward))
-
-
-def gspo(log_probs, groups, old, reference, **_):
-    ratio, advantage = groups.mean(log_probs - old).exp(), groups.of(reference)
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-
-def gspo_token(log_probs, groups, old, sign, **_):
-    ratio = groups.to_tokens(groups.mean(log_probs - old).exp()).detach() * (log_probs - log_probs.detach()).exp()
-    return groups.mean(-torch.minimum(ratio * sign, ratio.clamp(0.8, 1.2) * sign))
-
-
-def every_second(sequence: Tensor) -> Tensor:
-    """Ids that are not in the order of the tokens, the two halves of a pair far from each other; the last has none."""
-    pair = sequence % (SEQUENCES // 2)
-    return (pair * 7 % 20 * 3).masked_fill(pair == SEQUENCES // 2 - 1, -1)
-
-
-KINDS = {
-    "pairs": lambda sequence, token: every_second(sequence),
-    "sequences": lambda sequence, token: SEQUENCES - 1 - sequence,
-    "tokens": lambda sequence, token: SEQUENCES * token + sequence,
-    "all": lambda sequence, token: torch.zeros_like(token),
-}
-CASES = [(dpo, "pairs"), (simpo, "pairs"), (orpo, "pairs"), (kto, "sequences"), (gspo, "sequences")]
-CASES += [(gspo_token, "sequences"), (gspo, "tokens"), (dpo, "all")]
-OBJECTIVES = pytest.mark.parametrize(("objective", "kind"), CASES)
-
-
-class Case(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    together: Tensor
-    tokens: dict[str, Tensor]
-    numbers: dict[str, Tensor]
-
-
-def made(kind: str) -> Case:
-    generator = torch.Generator().manual_seed(0)
-    shape, n_numbers = (SEQUENCES, LENGTH), SEQUENCES * LENGTH
-    hidden, weight = (torch.randn(*of, WIDTH, generator=generator) for of in (shape, (COLUMNS,)))
-    labels = torch.randint(0, COLUMNS, shape, generator=generator).masked_fill(~VALID, IGNORED)
-    sequence, token = (each.expand(shape) for each in (torch.arange(SEQUENCES)[:, None], torch.arange(LENGTH)))
-    sign = torch.where(sequence < SEQUENCES // 2, 1.0, -1.0)
-    old = torch.randn(shape, generator=generator) - 4
-    reference = torch.randn(n_numbers, generator=generator)
-    numbers = {"reference": reference, "is_right": torch.arange(n_numbers) % 3 > 0}
-    together = torch.where(torch.arange(LENGTH) < LENGTH - 1, KINDS[kind](sequence, token), -1)  # some in each sequence
-    return Case(hidden, weight, labels, together.contiguous(), {"sign": sign, "old": old}, numbers)
-
-
-class One(NamedTuple):
-    """A group alone."""
-
-    id: int
-
-    def sum(self, values):
-        return values.sum(0, keepdim=True)
-
-    def mean(self, values):
-        return values.double().mean(0, keepdim=True)
-
-    def of(self, numbers):
-        return numbers[self.id : self.id + 1]
-
-    def to_tokens(self, values):
-        return values
-
-
-def truth_of(objective, case: Case):
-    """The mean over groups, its gradients, log-probabilities and the number of groups."""
-    leaves = [t.double().requires_grad_() for t in (case.hidden, case.weight)]
-    log_probs = (F.linear(*leaves) * 0.3).log_softmax(-1).gather(-1, case.labels.clamp(min=0)[..., None]).squeeze(-1)
-    counts = (case.labels != IGNORED) & (case.together != -1)
-    numbers = {n: t.double() if t.is_floating_point() else t for n, t in case.numbers.items()}
-    values = []
-    for group in case.together[counts].unique().tolist():
-        own = counts & (case.together == group)
-        tokens = {name: t[own].double() for name, t in case.tokens.items()}
-        values.append(objective(log_probs[own], groups=One(group), **tokens, **numbers))
-    loss = torch.cat(values).mean()
-    found = torch.where(counts, log_probs, 0.0).detach()
-    return loss.detach(), *torch.autograd.grad(loss, leaves), found, len(values)
-
-
-def call(case: Case, objective, device=None, n_ranks=1, rank=0, weight=None, **options):
-    """Loss, gradients and log-probabilities of this rank's columns."""
-    weight = case.weight.chunk(n_ranks)[rank].clone().to(device) if weight is None else weight
-    leaves = case.hidden.clone().to(device).requires_grad_(), weight.requires_grad_()
-    tokens, numbers = ({n: t.to(device) for n, t in each.items()} for each in (case.tokens, case.numbers))
-    options |= {"together": case.together.to(device), "tokens": tokens, "numbers": numbers, "logit_scale": 0.3}
-    loss, found = linear_objective(*leaves, case.labels.to(device), objective, **options)
-    loss.backward()
-    return [t.detach().cpu() for t in (loss, *(leaf.grad for leaf in leaves), found.log_probs)]
-
-
-def check(results, objective, case: Case, factor=1.0):
-    loss, d_hidden, d_weight, log_probs, _ = truth_of(objective, case)
-    for found, part in zip(results, d_weight.chunk(len(results)), strict=True):
-        for value, right in zip(found, (factor * loss, factor * d_hidden, factor * part, log_probs), strict=True):
-            torch.testing.assert_close(value.double(), right, rtol=2e-5, atol=4e-6 * float(right.abs().max()))
-        assert torch.equal(found[0], results[0][0]) and torch.equal(found[1], results[0][1])
-
-
-@OBJECTIVES
+@pytest.mark.parametrize(("objective", "kind"), CASES.values(), ids=CASES)
 def test_against_fp64(impl_device, objective, kind):
-    """In one chunk, in several, and in chunks that are shorter than a group."""
+    """In one chunk, in several, and in chunks that are shorter than some groups."""
     impl, device = impl_device
     case = made(kind)
-    for chunk_size in ("auto", 60, 1) if impl == "reference" else (60,):
+    for chunk_size in ("auto", 60, 12) if impl == "reference" else (60,):
         check([call(case, objective, device, impl=impl, chunk_size=chunk_size)], objective, case)
 
 
@@ -219,19 +107,14 @@ def _compared(rank, group):
     others = {name: each + rank for name, each in case.numbers.items()}
     run = partial(call, objective=dpo, device=device, n_ranks=group.size(), rank=rank, group=group)
     tensors, together = (case.hidden.to(device), weight, case.labels.to(device), dpo), case.together.to(device)
-    of_part = case._replace(hidden=case.hidden[: SEQUENCES // group.size()])
-    errors = [error_of(partial(run, of_part, sequence_parallel=True))]
-    errors.append(error_of(partial(linear_objective, *tensors, group=mesh, together=together, own_tokens=True)))
+    errors = [error_of(partial(linear_objective, *tensors, group=mesh, together=together, own_tokens=True))]
     with verify_calls():
         return [*errors, *(error_of(run, each) for each in (other, case._replace(numbers=others), case))]
 
 
 @in_ranks((2,), (), (2,))
 def test_what_is_refused_and_what_differs_between_ranks(rank_pool, impl):
-    for gathered, own, ids, numbers, none in rank_pool.run(_compared):
-        assert gathered.startswith(
-            "ValueError: sequence_parallel: expected none with together, got True; gather hidden"
-        )
+    for own, ids, numbers, none in rank_pool.run(_compared):
         assert own.startswith("ValueError: own_tokens: expected none with together, got True; use a whole weight")
         assert ids.startswith("ValueError: together: rank 1 of 2 has shape (40, 10)")
         assert numbers.startswith("ValueError: numbers['reference']: rank 1 of 2 has shape (400,)")
@@ -298,18 +181,19 @@ def test_divisors_and_what_is_of_no_group(impl_device):
     n_groups = truth_of(dpo, case)[-1]
     for factor, options in (
         (n_groups, {"reduction": "sum"}),
-        (n_groups / 3, {"num_items": 3.0}),
+        (n_groups / 3, {"num_items": 3.0, "chunk_size": 12}),
         (1.0, {"softcap": None, "check_objective": True}),
     ):
         check([call(case, dpo, device, impl=impl, **options)], dpo, case, factor)
     counts = VALID & (case.together != -1)
     spoilt = {name: each.masked_fill(~counts, torch.nan) for name, each in case.tokens.items()}
     hidden = case.hidden.masked_fill(~counts[..., None], torch.nan)
-    found = call(case._replace(hidden=hidden, tokens=spoilt), dpo, device, impl=impl)
-    check([found], dpo, case)
+    for size in ("auto", 12):
+        found = call(case._replace(hidden=hidden, tokens=spoilt), dpo, device, impl=impl, chunk_size=size)
+        check([found], dpo, case)
+        assert not any(each.any() for each in call(case, dpo, device, impl=impl, chunk_size=size, num_items=0)[:3])
     for none in (case._replace(together=case.together * 0 - 1), case._replace(labels=case.labels * 0 + IGNORED)):
         assert not any(each.any() for each in call(none, dpo, device, impl=impl))
-    assert not any(each.any() for each in call(case, dpo, device, impl=impl, num_items=0)[:3])
     empty = Case(*(each[:0] for each in case[:1]), case.weight, case.labels[:0], case.together[:0], {}, case.numbers)
     assert not any(each.any() for each in call(empty, gspo, device, impl=impl))
 
@@ -330,6 +214,32 @@ def test_three_products_and_any_dtype(impl_device):
     tensors = case.hidden.to(device), case.weight.to(device), case.labels.to(device)
     loss, _ = linear_objective(*tensors, dpo, tokens=tokens, numbers=numbers, **options)
     torch.testing.assert_close(loss.cpu(), plain[0])
+
+
+def test_ids_on_the_host(impl_device, monkeypatch):
+    """As those on the device, if no label in a group is ignored; on a CPU, whose ids are always there, by a patch."""
+    impl, device = impl_device
+    case = made("pairs")
+    expected = [call(case, dpo, device, impl=impl, chunk_size=size) for size in ("auto", 12)]
+    if device == "cpu":
+        monkeypatch.setattr("vocab_parallel_ce.head.groups.knows", lambda ids, device: True)
+    run = partial(call, case, dpo, device, impl=impl)
+    known = case.together.masked_fill(~VALID, -1)
+    for size, right in zip(("auto", 12), expected, strict=True):
+        assert all(map(torch.equal, run(together=known, chunk_size=size), right))
+    assert all(each.isnan().any() for each in run(together=case.together, check_labels=False))
+    with pytest.raises(ValueError, match="together: expected -1 for ignored labels if ids are on the CPU, got groups"):
+        run(together=case.together, check_labels=True)
+
+
+@pytest.mark.cuda
+def test_of_ids_on_the_host_nothing_waits():
+    case = made("pairs")
+    known = case.together.masked_fill(~VALID, -1)
+    tokens, numbers = ({n: t.cuda() for n, t in each.items()} for each in (case.tokens, case.numbers))
+    leaves = case.hidden.cuda().requires_grad_(), case.weight.cuda().requires_grad_()
+    labels, options = case.labels.cuda(), {"together": known, "tokens": tokens, "numbers": numbers, "chunk_size": 12}
+    assert_host_never_waits(lambda: linear_objective(*leaves, labels, dpo, **options)[0].backward())
 
 
 def test_an_objective_of_groups_gets_copies():

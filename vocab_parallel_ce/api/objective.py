@@ -24,7 +24,8 @@ from vocab_parallel_ce.options import (
 )
 from vocab_parallel_ce.targets import Head, Teacher
 
-OBJECTIVES: Takes = {"gradient": ("auto", "in_forward"), "keep_logits": ("none",)}
+OF_GROUPS: Takes = {"gradient": ("auto", "in_forward")}
+OBJECTIVES: Takes = {**OF_GROUPS, "keep_logits": ("none",)}
 
 
 @public(lambda keywords: True, ObjectiveSettings)  # a Python function is no operator
@@ -57,8 +58,9 @@ def linear_objective(
     logits. So PPO, GRPO or any other objective costs the three products and the memory of a mean, where
     :func:`linear_token_log_probs` computes the logits twice. docs/objective.md has examples.
 
-    Collectives: those of :func:`linear_cross_entropy` with gradients in the forward pass; without gradients one
-    all_gather.
+    Collectives: those of :func:`linear_cross_entropy` with gradients in the forward pass; without gradients, and before
+    those of groups longer than a chunk, one all_gather, or two per chunk with ``"js"``. With sequence parallelism and
+    ``together``, one all_gather of ``hidden`` and one reduce_scatter of its gradient.
 
     Args:
         hidden, weight, labels: as in :func:`linear_cross_entropy`.
@@ -73,8 +75,10 @@ def linear_objective(
             ``objective`` then has all tokens of each of its ``k`` groups, and returns ``[k]``, of each group from its
             own tokens; a mean is over groups. It gets ``groups`` too: ``groups.sum(x)`` and ``groups.mean(x)`` make
             ``[k]`` of ``[n]``, ``groups.to_tokens(y)`` ``[n]`` of ``[k]``. Tokens that are ignored, or of no group,
-            are left out, and so are groups without others. A chunk is at least as long as the longest group. The call
-            waits for the device once.
+            are left out, and so are groups without others. A group that is longer than a chunk takes a fourth
+            product, unless ``keep_logits`` has its logits. The call waits for the device once. It does not if the ids
+            are on the CPU and ``hidden`` is on a GPU: then those of ignored tokens must be -1, otherwise the loss is
+            NaN, or ValueError is raised where ``check_labels`` looks.
         numbers: by name, numbers of groups, ``[G]`` or ``[G, m]``: that of group ``i`` is at ``i``. The function gets
             all, and ``groups.of(numbers)`` are those of its groups, ``[k]``.
         outputs: names as in :func:`token_log_probs`, for ``objective`` and in the result; in ``objective`` those
@@ -90,7 +94,7 @@ def linear_objective(
             the ``divergence`` of each token too, and its derivative multiplies the gradient of that: four products,
             whatever the weights. ``labels`` may be None, and then ``objective`` gets no ``log_probs``, and no token is
             ignored; they are not given ids. The teacher gets no gradient.
-        options: a :class:`HeadOptions`, without ``gradient="in_backward"`` and ``keep_logits``.
+        options: a :class:`HeadOptions`, without ``gradient="in_backward"``, and ``keep_logits`` only with ``together``.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -121,7 +125,8 @@ def linear_objective(
         if labels is None:
             check_none_of_labels(temperature, threshold)
         derived |= of_teacher
-    settings = head_settings(options, takes=OBJECTIVES, outputs=outputs, **keywords, **derived)
+    takes = OBJECTIVES if together is None else OF_GROUPS
+    settings = head_settings(options, takes=takes, outputs=outputs, **keywords, **derived)
     name = "log_probs"
     if teacher is None:
         loss, targets = loss_and_targets(labels, hidden, weight, settings, tensor, threshold, group)

@@ -36,6 +36,11 @@ class Arguments(NamedTuple):
         """Whether forward knows what will multiply each loss, except one factor for all."""
         return self.expected_grad_output is not None or self.objective is not None
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether an objective takes groups of tokens, of which long ones may keep logits within forward."""
+        return self.objective is not None and self.objective.together is not None
+
 
 def with_local_rows(arguments: Arguments, settings: Settings, position: tuple[int, int]) -> tuple[Arguments, Settings]:
     """Return the arguments of this rank: the rows of DTensors; one of padding, with no gradient, if it has none."""

@@ -19,6 +19,7 @@ SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 LARGE_BYTES = 4 * 2**30  # logits that a chunk may have beyond the bytes of the weight's gradient in fp32
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
 MOST_VALID = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
+ANY_NUMBER = 2**60  # of tokens: more than a chunk has
 WAVE = 2**22  # elements of a product: a tile of 128 x 256 on nearly each of an H100's 132 multiprocessors
 
 

@@ -1,7 +1,8 @@
 """Whole groups of tokens, as the two sequences of a pair: their order in a head, and what an objective of them gets.
 
 Rows are the tokens by group. Chunks, and their parts, end where groups end: one call of the function has all tokens
-of a group, and its derivatives are there before the gradient of the chunk's logits.
+of a group, and its derivatives are there before the gradient of the chunk's logits. Groups that are longer than a
+chunk come first. Their chunks end anywhere, since a walk without gradients comes before the call and the gradients.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.head.chunks import TokenOrder
+from vocab_parallel_ce.head.chunks import TokenOrder, chunks_of
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.targets import Tokens
 
 NONE = -1  # the id of no group
 PIECE = 64  # tokens that one thread adds
 REFUSED = {
-    "sequence_parallel": "gather hidden states first, with a gradient that is summed over the ranks",
     "own_tokens": "use a whole weight, or take two steps (docs/objective.md)",
     "valid_tokens": "leave it out: tokens of no group and ignored ones are never computed",
 }
@@ -30,7 +30,7 @@ REFUSED = {
 class Groups(NamedTuple):
     """The ``k`` groups of one call of an objective, which has ``n`` tokens."""
 
-    ids: Tensor  # [k] int64, ascending
+    ids: Tensor  # [k] int64
     lengths: Tensor  # [k] int64: of tokens that count
     group_of_token: Tensor  # [n] int64: positions in ``ids``, ascending
 
@@ -73,6 +73,7 @@ class RowGroups(NamedTuple):
     groups: Groups
     ends: Sequence[int]  # the row at which each group ends, on the host
     largest: int  # id
+    n_long: int  # the first rows, which are of groups longer than a chunk
     numbers: dict[str, Tensor] = {}  # [G, ...]
 
     def having(self, numbers: Mapping[str, Tensor]) -> RowGroups:
@@ -127,8 +128,9 @@ def check_groups(
     together: Tensor, numbers: Mapping[str, Tensor], taken: Iterable[str], tokens: Tokens, settings: Settings
 ) -> None:
     """Raise unless the ids and the groups' numbers fit, except their values, and the head can order tokens."""
+    on = None if getattr(together, "is_cpu", False) else tokens.tensor
     remedy = "; number the groups"
-    checks.expect("together", together, (torch.int64, torch.int32), remedy, on=tokens.tensor, subject=tokens.subject)
+    checks.expect("together", together, (torch.int64, torch.int32), remedy, on=on, subject=tokens.subject)
     if together.shape != tokens.shape:
         shapes = f"{tuple(tokens.shape)}, got {tuple(together.shape)}"
         raise ValueError(f"together: shape must be that of the tokens, {shapes}; pass each token's group")
@@ -144,45 +146,75 @@ def check_groups(
     checks.check_no_transforms(together, *numbers.values())
 
 
-def of_no_group(ids: Tensor, ignored: Tensor | None) -> Tensor:
+def of_no_group(ids: Tensor, ignored: Tensor | None, device: torch.device) -> Tensor:
     """Return ``[N]`` bool: tokens that are ``ignored``, or whose id says that they are of no group."""
-    return ids == NONE if ignored is None else ignored | (ids == NONE)
+    is_none = sent(ids == NONE, device)
+    return is_none if ignored is None else ignored | is_none
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``, without a wait for it."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def knows(ids: Tensor, device: torch.device) -> bool:
+    """Return whether the host has the ids of tokens on another ``device``."""
+    return ids.is_cpu and device.type != "cpu"
 
 
 def order_of_groups(
-    ids: Tensor, is_valid: Tensor, chunks: tuple[slice, ...]
-) -> tuple[tuple[slice, ...], TokenOrder | None, RowGroups]:
-    """Return chunks of whole groups, the order of the tokens of ``ids [N]`` that are valid, and their groups.
+    ids: Tensor, is_valid: Tensor, chunks: tuple[slice, ...], longest: int, check_labels: bool | str
+) -> tuple[tuple[slice, ...], TokenOrder | None, RowGroups, Tensor | None]:
+    """Return the chunks, the order of the tokens of ``ids [N]`` that are valid, and their groups.
 
-    A chunk has as many tokens as the first of ``chunks``, or as the longest group. Waits for the device once.
+    A chunk has as many tokens as the first of ``chunks``, or as the longest group of at most ``longest``; those of
+    longer groups come first. Waits for the device once, unless the host has the ids: also return the factor of the
+    loss ``[]`` then, NaN if a token of a group is not valid, for which ValueError is raised where ``check_labels``
+    looks.
     """
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("together: expected no CUDA graph, got one; the lengths of the groups wait for the device")
+    device, is_known, overflow = is_valid.device, knows(ids, is_valid.device), None
+    if is_valid.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("together: expected no CUDA graph, got one; it would repeat the lengths of these groups")
     nothing = torch.iinfo(torch.int64).max
-    in_order, token = torch.where(is_valid, ids.long(), nothing).sort(stable=True)
+    in_order, token = torch.where(ids != NONE if is_known else is_valid, ids.long(), nothing).sort(stable=True)
     on_host = in_order.cpu()
     n_rows = int((on_host != nothing).sum())
     known, lengths = on_host[:n_rows].unique_consecutive(return_counts=True)
     if n_rows and known[0] < 0:
         raise ValueError(f"together: ids must be at least 0, or {NONE} for no group, got {int(known[0])}")
+    if is_known:
+        has_ignored = is_valid.sum() < n_rows
+        if checks.looks_at(is_valid, check_labels) and has_ignored:
+            expected = f"expected {NONE} for ignored labels if ids are on the CPU"
+            raise ValueError(f"together: {expected}, got groups that have some; pass {NONE} there")
+        overflow = has_ignored.new_ones((), dtype=torch.float32).masked_fill_(has_ignored, float("nan"))
+    largest, is_short = int(known[-1]) if n_rows else NONE, lengths <= longest
+    n_long, of_short = int(lengths[~is_short].sum()), lengths[is_short]
+    if n_long:
+        rows, by = (each.sort(stable=True).indices for each in (is_short.repeat_interleave(lengths), is_short))
+        token[:n_rows], known, lengths = token[rows.to(token.device)], known[by], lengths[by]
     group = torch.arange(len(known)).repeat_interleave(lengths)
-    groups = Groups(*[each.to(ids.device) for each in (known, lengths, group)])
-    found = RowGroups(groups, lengths.cumsum(0).tolist(), int(known[-1]) if n_rows else NONE)
+    groups = Groups(*[sent(each, device) for each in (known, lengths, group)])
+    found = RowGroups(groups, lengths.cumsum(0).tolist(), largest, n_long)
     if len(ids) == 0:
-        return chunks, None, found
+        return chunks, None, found, overflow
     # A row of no token stands for none at all.
     token = token[:n_rows] if n_rows else token.new_full((1,), len(ids))
     row = token.new_full((len(ids) + 1,), len(token)).scatter_(0, token, torch.arange(len(token), device=ids.device))
-    most = max(chunks[0].stop, int(lengths.max()) if n_rows else 0)
-    return chunks_of_groups(found.ends or [1], most), TokenOrder(token, row[:-1]), found
+    chunk, ends = chunks[0].stop, found.ends[len(found.ends) - len(of_short) :] if n_rows else [1]
+    most = max(chunk, int(of_short.max()) if len(of_short) else 0)
+    of_chunks = (*chunks_of(n_long, chunk), *chunks_of_groups(ends, most, n_long))
+    return of_chunks, TokenOrder(sent(token, device), sent(row[:-1], device)), found, overflow
 
 
-def chunks_of_groups(ends: Sequence[int], most: int) -> tuple[slice, ...]:
+def chunks_of_groups(ends: Sequence[int], most: int, start: int = 0) -> tuple[slice, ...]:
     """Return chunks of as many groups as have ``most`` rows: groups that end at 3, 4 and 9 by 5 are 0:4 and 4:9."""
-    chunks, start, last = list[slice](), 0, 0
+    chunks, last = list[slice](), start
     for end in ends:
         if end - start > most:
             chunks.append(slice(start, last))
             start = last
         last = end
-    return (*chunks, slice(start, last))
+    return (*chunks, slice(start, last)) if ends else ()

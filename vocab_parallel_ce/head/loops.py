@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import run
-from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
+from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather, begin_reduce_scatter
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.plan import LinearCall
@@ -24,7 +24,7 @@ from vocab_parallel_ce.losses.base import Stats
 from vocab_parallel_ce.plan import Plan, has_no_hooks
 from vocab_parallel_ce.program import make, step
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.targets import Head, at
+from vocab_parallel_ce.targets import Head, Record, at
 
 NOTHING: Wanted = (False, False, False)
 
@@ -62,26 +62,55 @@ def _one_chunk(plan: Plan, linear: LinearCall, wanted: Wanted, *tensors: Tensor 
 
 
 def _forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
-    """Return the same, of any call."""
-    plan, kept = linear.call.plan, None
+    """Return the same, of any call. Long groups have all outputs first, and then their gradients."""
+    if linear.head.sequence_parallel and linear.objective is not None and linear.objective.groups is not None:
+        return _forward_of_whole(linear, local, targets, wanted)
+    kept, n_long = None, linear.n_long
     outputs, outputs_by_row = _new_outputs(linear, local.hidden)
     # Backward overwrites kept logits, which saved-tensor hooks would see.
     if linear.n_kept and linear.head.needs_gradient and has_no_hooks():
         kept = local.weight.new_empty(linear.n_kept, local.weight.shape[0], dtype=linear.head.logits_dtype)
-    products = Products(linear, local, targets, wanted, kept, fills_kept=True)
-    expected, order = linear.expected, linear.order
-    by_row = expected if expected is None or order is None else order.to_rows(expected, 0.0)
-    grads = GradOutputs(by_row) if any(wanted) else None
-    keeps = grads is None or linear.head.recomputes
-    stats = run.new_statistics(plan, linear.n_rows, local.hidden) if keeps else ()
-    gradients = _walk(products, stats, grads, outputs_by_row)
-    if grads is None:
-        if plan.launchers.second is None:
-            all_gather_stats(stats[0], plan.rank, linear.call.group)
-        plan.launchers.outputs(stats, targets, linear.call.divisor, outputs_by_row)
+    if not any(wanted):
+        stats = _fill_outputs(linear, local, targets, kept, outputs_by_row)
         if linear.objective is not None:
             linear.objective.fill(slice(0, linear.n_rows), outputs_by_row)
+        return _returned(linear, outputs), (None, None, None), stats, kept
+    expected, order = linear.expected, linear.order
+    grads = GradOutputs(expected if expected is None or order is None else order.to_rows(expected, 0.0))
+    stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
+    if n_long:
+        assert linear.objective is not None
+        rows, chunks = slice(0, n_long), tuple([each for each in linear.chunks if each.stop <= n_long])
+        of_long = _rows_of(outputs_by_row, rows)
+        stats = _fill_outputs(linear._replace(chunks=chunks), local, at(targets, rows), kept, of_long)
+        grads = linear.objective.fill_and_differentiate(rows, of_long, linear.scale)
+    gradients = _walk(Products(linear, local, targets, wanted, kept), stats, grads, outputs_by_row)
     return _returned(linear, outputs), gradients, stats, kept
+
+
+def _forward_of_whole(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
+    """Return the same with sequence parallelism, whose ranks have parts of groups: of all hidden states, gathered."""
+    part, group = local.hidden.contiguous(), linear.call.group
+    whole = part.new_empty(*linear.head.shape, part.shape[-1])
+    begin_all_gather(whole, part, group).wait()
+    head = linear.head._replace(sequence_parallel=False, reduces=False)
+    found = _forward(linear._replace(head=head), local._replace(hidden=whole), targets, wanted)
+    outputs, (d_hidden, d_weight, d_bias), stats, kept = found
+    if d_hidden is not None:
+        summed, d_hidden = d_hidden, torch.empty_like(part)
+        begin_reduce_scatter(d_hidden, summed, group).wait()
+    return outputs, (d_hidden, d_weight, d_bias), stats, kept
+
+
+def _fill_outputs(linear: LinearCall, local: Head, targets: Any, kept: Tensor | None, outputs: TokenOutputs) -> Stats:
+    """Fill the outputs of all rows, and the logits to be kept. Return the statistics of all ranks."""
+    plan = linear.call.plan
+    stats = run.new_statistics(plan, linear.n_rows, local.hidden)
+    _walk(Products(linear, local, targets, NOTHING, kept, fills_kept=True), stats, None)
+    if plan.launchers.second is None:
+        all_gather_stats(stats[0], plan.rank, linear.call.group)
+    plan.launchers.outputs(stats, targets, linear.call.divisor, outputs)
+    return stats
 
 
 def backward(
@@ -108,16 +137,17 @@ def _walk(
     """Walk over all chunks, and return the gradients; ``grads`` are of rows, unless an objective has them.
 
     Forward has ``outputs`` to fill, and perhaps ``stats``; ``grads`` are None if it is to fill ``stats`` alone. For
-    backward, ``stats`` are those of forward.
+    backward, and of long groups, ``stats`` are those of forward.
     """
     linear, plan = products.linear, products.linear.call.plan
     for rows, states, logits, d_logits in products.chunks():
         if grads is None:
             _fill_statistics(linear, rows, logits, plan.loss.at(products.targets, rows), stats)
         else:
-            parts = _parts(products, rows, logits, d_logits, stats if outputs is None else None)
+            to_fill = None if rows.stop <= linear.n_long else outputs
+            parts = _parts(products, rows, logits, d_logits, stats if to_fill is None else None)
             while parts:
-                _fill_part(linear, parts.pop(0), stats, grads, outputs)
+                _fill_part(linear, parts.pop(0), stats, grads, to_fill)
             products.add_gradients(rows, states, d_logits)
         del logits, d_logits  # the buffers end before the gradients are rounded
     return products.gradients()
@@ -176,25 +206,31 @@ def _fill_part(linear: LinearCall, part: Part, stats: Stats, grads: GradOutputs,
     """Fill a part's gradient; before that its outputs, and its rows of ``stats``, if there are some to fill."""
     call, plan, targets, divisor = linear.call, linear.call.plan, part.targets, linear.call.divisor
     if outputs is not None:
-        part_outputs = TokenOutputs._make([None if each is None else cut(each, part.rows) for each in outputs])
+        part_outputs = _rows_of(outputs, part.rows)
         if part.stats is None:
             run.run_by_form(plan, run.one_pass, (part.logits, divisor, *targets, *part_outputs))
             return
         run.exchange(call, part.logits, targets, part.stats, part.handle)
         count = make(part.logits, 1, dtype=torch.int32) if linear.head.counts_in_launch else None
         run.run_by_form(plan, run.fill_part, (*part.stats, divisor, count, *targets, *part_outputs))
-        for each, part_each in zip(stats, part.stats, strict=False):  # forward may keep none
+        for each, part_each in zip(stats if linear.head.recomputes else (), part.stats, strict=False):
             each[:, part.rows] = part_each
         divisor = divisor if count is None else count
-    if linear.objective is None:
-        grads = GradOutputs._make([None if each is None else cut(each, part.rows) for each in grads])
-        if linear.scale is not None:
-            divisor = linear.scale.reciprocal() if divisor is None else divisor / linear.scale
+    if linear.objective is None or outputs is None:
+        grads = _rows_of(grads, part.rows)
     else:
         grads = linear.objective.fill_and_differentiate(part.rows, part_outputs, linear.scale)
+    if linear.objective is not None:
         targets = linear.objective.counted(targets, grads, plan.options.ignore_index)
+    elif linear.scale is not None:
+        divisor = linear.scale.reciprocal() if divisor is None else divisor / linear.scale
     assert part.stats is not None
     run.fill_gradient(plan, part.logits, (divisor, *part.stats), targets, grads, part.d_logits)
+
+
+def _rows_of(record: Record, rows: slice) -> Record:
+    """Return outputs, or gradients of them, of some rows."""
+    return record._make([None if each is None else cut(each, rows) for each in record])
 
 
 def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gradients:

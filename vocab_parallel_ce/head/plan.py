@@ -23,6 +23,7 @@ from vocab_parallel_ce.head.arguments import (
     with_local_rows,
 )
 from vocab_parallel_ce.head.chunks import (
+    ANY_NUMBER,
     TokenOrder,
     chunk_of,
     chunks_of,
@@ -32,7 +33,7 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import check_expected, warn_of_misfits
-from vocab_parallel_ce.head.groups import of_no_group, order_of_groups
+from vocab_parallel_ce.head.groups import RowGroups, of_no_group, order_of_groups
 from vocab_parallel_ce.head.objective import RowObjective, check_objective, inverse, rows_of
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import flat
@@ -62,6 +63,7 @@ class HeadPlan(NamedTuple):
     dtype: torch.dtype  # of the products
     logits_dtype: torch.dtype  # that, or fp32
     chunks: tuple[slice, ...]  # of all tokens
+    longest: int  # tokens of a group that goes through in one chunk
     keep_logits: str
     kept_bytes: int  # of a token's kept logits
     mean_over: str  # as that of a plan of logits, if the number or the sum is needed before any launch; otherwise ""
@@ -96,6 +98,12 @@ class LinearCall(NamedTuple):
         """The number of rows of all chunks."""
         return self.chunks[-1].stop if self.chunks else 0
 
+    @property
+    def n_long(self) -> int:
+        """The number of rows, the first ones, whose outputs an objective needs before it knows any derivative."""
+        groups = None if self.objective is None else self.objective.groups
+        return 0 if groups is None else groups.n_long
+
 
 # Of checked calls: a HeadPlan each.
 _kinds = Kinds()
@@ -122,14 +130,15 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
     together = None if objective is None else check_objective(objective, tokens, settings)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, hidden)
     ignored = loss.ignored(targets, plan.options)
-    ignored = ignored if together is None else of_no_group(together, ignored)
+    ignored = ignored if together is None else of_no_group(together, ignored, hidden.device)
     is_valid = hidden.new_ones(math.prod(planned.shape), dtype=torch.bool) if ignored is None else ~ignored
     count = is_valid.sum(0, keepdim=True) if planned.leaves_out or planned.mean_over == "rows" else None
     chunks, overflow, order, groups = planned.chunks, None, None, None
-    if planned.sequence_parallel:
+    if together is not None:
+        found = order_of_groups(together, is_valid, chunks, planned.longest, settings.check_labels)
+        chunks, order, groups, overflow = found
+    elif planned.sequence_parallel:
         order = order_of_ranks(chunks, is_valid.shape[0], plan.n_ranks, hidden.device)
-    elif together is not None:
-        chunks, order, groups = order_of_groups(together, is_valid, chunks)
     elif planned.leaves_out:
         assert count is not None
         order, overflow = order_of_valid(is_valid, count, settings.head.valid_tokens, settings.check_labels)
@@ -160,7 +169,7 @@ def plan_linear_call(loss: Loss, arguments: Arguments, settings: Settings) -> tu
         expected=expected,
         objective=row_objective,
         scale=scale_of(planned, is_valid, divisor, expected, row_objective) if planned.scales else None,
-        n_kept=0 if planned.keep_logits == "none" else kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
+        n_kept=0 if planned.keep_logits == "none" else rows_to_keep(planned, chunks, groups),
     )
     return linear, local, targets
 
@@ -169,7 +178,8 @@ def cached_head_plan(loss: Loss, arguments: Arguments, settings: Settings, posit
     """Return the plan of a call, which is checked and made once."""
     try:
         tensors, targets, group, _, main_grad, expected, objective = arguments
-        state = torch.is_grad_enabled(), autocast_dtype(tensors.hidden), group is None, objective is None
+        takes_groups = None if objective is None else objective.together is not None
+        state = torch.is_grad_enabled(), autocast_dtype(tensors.hidden), group is None, takes_groups
         of_settings = settings if type(settings) is Known else known(settings)
         facts = loss, of_settings, position, state
         kind = _kinds.find(facts, (*tensors, *targets, main_grad, expected))
@@ -216,9 +226,8 @@ def make_head_plan(
     position: tuple[int, int],
 ) -> HeadPlan:
     """Choose what runs for checked arguments, products of ``dtype`` and tokens of ``shape``."""
-    (hidden, weight, _), (rank, n_ranks) = arguments.head, position
-    options, class_weight = settings.head, has_weights(arguments.targets)
-    logits_dtype = options.logits_dtype or dtype
+    (hidden, weight, _), (rank, n_ranks), options = arguments.head, position, settings.head
+    class_weight, logits_dtype = has_weights(arguments.targets), options.logits_dtype or dtype
     gradient, scales = mode_of(arguments, settings, dtype)
     # If "auto" computes the gradient of the loss in the forward pass, an output may still get one: only backward knows.
     recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
@@ -235,13 +244,13 @@ def make_head_plan(
     # Cached apart from the number of tokens, which may be another at each step.
     of_chunk = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient, head=DEFAULTS)
     plan = cached_plan(loss, of_chunk, key)
-    keep_logits = options.keep_logits if gradient == "in_backward" else "none"
+    keep_logits = options.keep_logits if gradient == "in_backward" or arguments.has_groups else "none"
     width = -(-shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {dtype, logits_dtype})
     n_tokens, sequence_parallel = math.prod(shape), options.sequence_parallel and n_ranks > 1
     by_default = default_tokens(hidden.shape[-1], width, *bytes_of_chunk(arguments, element_size, scales))
-    sizes = n_tokens, hidden.shape[-1], width, element_size, kept_bytes
-    chunk = chunk_of(options.chunk_size, keep_logits, *sizes, by_default)
+    sizes = hidden.shape[-1], width, element_size, kept_bytes
+    chunk, longest = (chunk_of(options.chunk_size, keep_logits, n, *sizes, by_default) for n in (n_tokens, ANY_NUMBER))
     chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks) if sequence_parallel else chunk)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments.head)
     # To record a call keeps all that it makes, and a teacher's logits are large.
@@ -256,6 +265,7 @@ def make_head_plan(
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
+        longest=max(chunk, longest),
         keep_logits=keep_logits,
         kept_bytes=kept_bytes,
         mean_over="" if counts_in_launch else mean_over,
@@ -268,6 +278,13 @@ def make_head_plan(
         sequence_parallel=sequence_parallel,
         reduces=options.reduce_hidden_grad and n_ranks > 1,
     )
+
+
+def rows_to_keep(planned: HeadPlan, chunks: tuple[slice, ...], groups: RowGroups | None) -> int:
+    """Return the number of rows whose logits are kept, the first ones; of groups those of long ones alone."""
+    if groups is None:
+        return kept_rows(planned.keep_logits, chunks, planned.kept_bytes)
+    return min(kept_rows(planned.keep_logits, planned.chunks, planned.kept_bytes), groups.n_long)
 
 
 def scale_of(
