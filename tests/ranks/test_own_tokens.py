@@ -332,6 +332,7 @@ def _refusals(rank, group, impl):
         "labels": partial(linear_cross_entropy, hidden, weight, labels[:2], **on),
         "parts": partial(of, sequence_parallel=True, **on),
         "alone": partial(of, average=False, group=mesh),
+        "reduction": partial(of, reduction="batchmean", **on),
     }
     found, calls = messages_of(attempts)
     with verify_calls():
@@ -355,6 +356,7 @@ def test_refusals(rank_pool, impl):
             "labels": r"ValueError: labels: shape must be that of hidden",
             "parts": r"ValueError: sequence_parallel: expected False with own_tokens, .* own parts, got True",
             "alone": r"ValueError: average: expected own_tokens=True with it, got False",
+            "reduction": r"ValueError: reduction: expected one of 'mean', 'sum', 'none', got 'batchmean'",
             "one rank": r"ValueError: rank 1 of 2: labels: shape must be",
         },
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.refusals.rows import Row, Table, tensor
+from tests.refusals.rows import EITHER, Row, Table, tensor
 from tests.support.cases.flat import linear_distillation_loss
 from vocab_parallel_ce import Head, TopKTeacher, VocabShard, distillation_loss
 
@@ -80,6 +80,7 @@ OF_HEADS: list[Row] = [
     ({"student.bias": 1}, TypeError, "student.bias: expected a torch.Tensor"),
     ({"vocab_size": 999}, ValueError, "student.weight: rows must be"),
     ({"ignore_index": "x"}, TypeError, "ignore_index: "),
+    *(({"reduction": value}, EITHER, "reduction: expected one of 'mean'") for value in ("batchmean", "Mean", None)),
     ({"hard_weight": 0.5}, ValueError, "hard_weight: expected labels"),
     ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
     ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),

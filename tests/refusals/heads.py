@@ -113,6 +113,7 @@ EXPECTED: list[Row] = [
 OF_LOSS: list[Row] = [
     ({"gradient": "in_forward", **NONE}, ValueError, "gradient: 'in_forward' .*none"),
     ({"label_smoothing": 1.01}, ValueError, "label_smoothing: must be in"),
+    *(({"reduction": value}, EITHER, "reduction: expected one of 'mean'") for value in ("batchmean", "Mean", None)),
     ({"num_items": 3, **NONE}, ValueError, "num_items: expected reduction"),
     ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*one-hot"),
     (ONE_PASS, ValueError, "impl: 'one_pass' needs a GPU"),

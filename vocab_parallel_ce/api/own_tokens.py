@@ -26,7 +26,7 @@ from vocab_parallel_ce.head.objective import check_objective, inverse
 from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.options import CHECKS, Settings
 from vocab_parallel_ce.plan import checked_divisor, comparable, has_weights
 from vocab_parallel_ce.spec import TokenOutputs
 from vocab_parallel_ce.targets import ROLES, Head, Tokens, check, fill_of, present
@@ -168,6 +168,7 @@ def _checked(loss: Loss, arguments: Arguments, settings: Settings) -> Tokens:
     tokens = Tokens(hidden, "hidden", tuple(hidden.shape[:-1]))
     check(arguments.targets, tokens)
     loss.check(arguments.targets, tokens, settings)
+    CHECKS["reduction"]("reduction", settings.reduction)
     check_gradient(settings, knows_grad_output=arguments.knows_grad_output)
     if arguments.expected_grad_output is not None:
         check_expected(arguments.expected_grad_output, tokens, settings)

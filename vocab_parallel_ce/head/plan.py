@@ -38,7 +38,7 @@ from vocab_parallel_ce.head.objective import RowObjective, check_objective, inve
 from vocab_parallel_ce.kinds import Kinds
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import DEFAULTS, Known, Settings, known, shard_of_rank
+from vocab_parallel_ce.options import CHECKS, DEFAULTS, Known, Settings, known, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, checked_divisor, has_weights, plan_of_one_kind
 from vocab_parallel_ce.run import takes_one_pass
 from vocab_parallel_ce.spec import label_weights
@@ -240,6 +240,7 @@ def make_head_plan(
     }
     named = tuple(name for name, is_there in extras.items() if is_there)
     key = PlanKey(logits_dtype, weight.shape[0], hidden.device, rank, n_ranks, gradient, class_weight, named)
+    CHECKS["reduction"]("reduction", settings.reduction)
     reduction = "none" if settings.reduction == "none" else "sum"  # a mean is a sum that is divided
     # Cached apart from the number of tokens, which may be another at each step.
     of_chunk = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient, head=DEFAULTS)
