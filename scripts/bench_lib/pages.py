@@ -312,7 +312,7 @@ def numbers_block(documents: Mapping[str, Document]) -> str:
     every = table(["bf16, forward and backward", "without", "with"], rows)
     hosts = [(each["host"]["gpus_used"], each["host"]["gpu"], short_commit(each)) for each in used.values()]
     places = "; ".join(f"{count} x {gpu} ({commit})" for count, gpu, commit in dict.fromkeys(hosts))
-    return f"{every}\n\nMeasured on {places}. Bold is the least."
+    return f"{every}\n\nMeasured on {places}: commit and day. Bold is the least; 3 % are noise."
 
 
 def pairs_block() -> str:
