@@ -94,8 +94,12 @@ def _linear_objective(given: Given, upstream: Returned) -> Returned:
 
     def objective(log_probs: Tensor, **numbers: Tensor) -> Tensor:
         numbers["log_probs"] = log_probs
-        return sum((numbers[f"d_{name}"] * numbers[name] for name in upstream), torch.zeros_like(log_probs))
+        values = sum((numbers[f"d_{name}"] * numbers[name] for name in upstream), torch.zeros_like(log_probs))
+        return values if values.dim() == 1 else values.sum(-1)  # of several ids
 
+    if "teacher_options" in given:
+        head = [given.pop(f"teacher_{name}") for name in vp.Head._fields]
+        given["teacher"] = vp.Teacher(*head, **given.pop("teacher_options"))
     given |= {"objective": objective, "tokens": {f"d_{name}": value for name, value in upstream.items()}}
     loss, found = flat.linear_objective(*_taken(given, "hidden", "weight", "labels"), reduction="sum", **given)
     return {"objective": loss, **_loss(found)}
