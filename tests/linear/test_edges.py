@@ -26,7 +26,7 @@ from tests.support.cases.linear import (
     run,
 )
 from tests.support.cases.linear import N_LEAVES as ROWS
-from tests.support.cases.logits import METRICS, flat_outputs, grads_of_every_output
+from tests.support.cases.logits import METRICS, flat_outputs
 from tests.support.host.gpu import captured
 from tests.support.truth.budget import K, assert_within_budget
 from vocab_parallel_ce.head.loops import Products
@@ -183,16 +183,6 @@ def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
         for same, expected in zip((*narrow.outputs, *narrow[1:3]), (*wide.outputs, *wide[1:3]), strict=True):
             torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
         assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
-
-
-def test_few_valid_tokens_have_their_own_temperatures(impl_device):
-    """Ignored tokens, which are left out, come first."""
-    inputs, t = linear.projection("peaked"), torch.linspace(0.4, 1.9, linear.ROWS)
-    inputs.labels[[0, 2]] = IGNORE_INDEX
-    grads = grads_of_every_output(linear.ROWS)
-    options = {"function": linear.linear_every_output, "valid_tokens": 3, "chunk_size": 2}
-    results = run(impl_device, inputs, *grads, temperature=t.to(impl_device[1]), **options)
-    assert_right(results, inputs, *grads, temperature=t, **options)
 
 
 @pytest.mark.reference

@@ -129,6 +129,15 @@ def test_a_tensor_that_was_kept_says_so_in_backward(impl_device):
         (loss + kept[0].sum()).backward()
 
 
+def test_three_products_of_given_ids(impl_device):
+    case = Objectives(impl_device)
+    ids = torch.stack([case.labels, case.labels.roll(1)], dim=-1)
+    with record_matmuls() as matmuls:
+        loss, found = linear_objective(case.hidden, case.weight, ids, lambda p: p.exp().prod(-1), impl=case.impl)
+        loss.backward()
+    assert len(matmuls) == 3 and found.log_probs.shape == ids.shape
+
+
 def test_a_sparse_result_is_refused(impl_device):
     with pytest.raises(TypeError, match="objective: expected a dense tensor, got layout"):
         Objectives(impl_device).loss(lambda log_probs, **_: log_probs.to_sparse())

@@ -16,6 +16,13 @@ from tests.support.truth.oracle import transformed
 from vocab_parallel_ce import TopKTeacher, distillation_loss
 
 
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``[N]``: sums over outcomes whose p is not 0."""
+    left_out = log_p == NEG_INF
+    terms = log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_q.masked_fill(left_out, 0.0))
+    return terms.masked_fill(left_out, 0.0).sum(-1)
+
+
 def divergences(
     student: Tensor,
     teacher: Tensor,
@@ -30,11 +37,6 @@ def divergences(
     """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
     student = student.masked_fill(student == NEG_INF, NEG_INF)
     log_s, log_t = ((z / temperature).log_softmax(dim=-1) for z in (student, teacher))
-
-    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-        left_out = log_p == NEG_INF
-        return (log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_q.masked_fill(left_out, 0.0))).sum(dim=-1)
-
     if divergence == "js":
         # The sum of two -inf has no gradient.
         filled = (z.masked_fill((log_s == NEG_INF) & (log_t == NEG_INF), 0.0) for z in (log_t, log_s))
@@ -69,12 +71,6 @@ def topk_losses(
         r = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0)
         others = log_s.scatter(-1, teacher_ids, NEG_INF).logsumexp(-1, keepdim=True)
         own, log_q = torch.cat([own, others], -1), torch.cat([log_q, r.log()], -1)
-
-    def kl(log_p: Tensor, log_t: Tensor) -> Tensor:
-        left_out = log_p == NEG_INF
-        terms = log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_t.masked_fill(left_out, 0.0))
-        return terms.masked_fill(left_out, 0.0).sum(-1)
-
     if divergence == "js":
         log_m = torch.logaddexp(log_q + math.log(beta), own + math.log(1 - beta))
         losses = beta * kl(log_q, log_m) + (1 - beta) * kl(own, log_m)

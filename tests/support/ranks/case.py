@@ -19,12 +19,6 @@ from tests.support.ranks.collectives import Collective, record_collectives
 from tests.support.ranks.pools import device_of, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
-BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
-    "even": {},
-    "padded": {1: [(0, 48)], 2: [(0, 24), (24, 48)], 4: [(0, 16), (16, 32), (32, 48), (48, 64)]},
-    "uneven": {1: [(0, 40)], 2: [(7, 40), (0, 7)], 4: [(17, 31), (0, 10), (31, 40), (10, 17)]},
-}
-
 
 class Case(NamedTuple):
     """One call as every rank makes it, on its columns of the vocabulary."""
