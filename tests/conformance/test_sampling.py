@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.cases.flat import linear_token_log_probs
-from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from tests.support.truth.oracle import transformed
@@ -163,23 +162,6 @@ def test_verification_compares_the_ranks(rank_pool, impl):
         assert of_k == "ValueError: top_k: rank 1 of 2 has 3, rank 0 has 2"
         for error in of_thresholds:
             assert error.startswith("ValueError: threshold: rank 1 of 2 has ")
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("is_head", (False, True))
-def test_a_compiled_call_with_a_threshold_has_the_same_bits(is_head):
-    """A head leaves an ignored token out."""
-    function = linear_token_log_probs if is_head else token_log_probs
-    logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))
-    labels[1] = IGNORE_INDEX
-    weight = (torch.eye(9),) if is_head else ()
-    threshold, results = sampling_threshold(logits, top_k=5, top_p=0.9), []
-    for step in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        leaf = logits.clone().requires_grad_()
-        found = step(leaf * 1, *weight, labels, threshold=threshold)
-        found.clamp(min=-9.0).sum().backward()
-        results.append((found.detach(), leaf.grad))
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.reference

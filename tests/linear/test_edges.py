@@ -36,21 +36,6 @@ FP32 = {"logits_dtype": torch.float32}
 TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}
 
 
-def test_weights_of_every_layout(impl_device):
-    """Rows of a wider tensor, every other row, and column-major, as a weight that is stored transposed."""
-    impl, device = impl_device
-    inputs = linear.projection("some_ignored", dtype=torch.bfloat16)
-    wide, tall, turned = inputs.weight.new_full((3, 2 * COLUMNS, WIDTH + 3), NAN).to(device)
-    views = [wide[:COLUMNS, 3:], tall[::2, :WIDTH], turned.view(-1)[: COLUMNS * WIDTH].view(WIDTH, -1).t()]
-    for view, way in product(views, WAYS.values()):
-        view.copy_(inputs.weight)
-        hidden, weight = inputs.hidden.to(device).requires_grad_(), view.detach().requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, inputs.labels.to(device), impl=impl, **way)
-        gradients = torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
-        assert_right(Results((loss,), *gradients, None), inputs, **way)
-        assert torch.equal(view.cpu(), inputs.weight)
-
-
 def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device):
     """One row is contiguous, whatever its stride."""
     impl, device = impl_device

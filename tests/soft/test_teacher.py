@@ -73,21 +73,6 @@ def test_four_products_of_each_chunk_whatever_the_weights(impl_device, kind):
         torch.testing.assert_close(of_no_grad.divergence, found.divergence)
 
 
-@KINDS
-def test_an_objective_of_one_quantity_has_the_gradient_of_that(impl_device, kind):
-    """The divergence times 2 plus the log-probabilities times 3 is the sum of both."""
-    calls = Calls(impl_device, kind)
-    both = calls.gradients(lambda p, divergence, **_: 2 * divergence - 3 * p)
-    of_divergence = calls.gradients(lambda p, divergence, **_: divergence)
-    of_labels = calls.gradients(lambda p, **_: -p, teacher=None)
-    for one, first, second in zip(both, of_divergence, of_labels, strict=True):
-        torch.testing.assert_close(one, 2 * first + 3 * second)
-    kept = calls.labels != -100
-    masked = calls.gradients(lambda divergence, **of: of["kept"] * divergence, labels=None, tokens={"kept": kept})
-    for one, other in zip(of_divergence, masked, strict=True):
-        torch.testing.assert_close(one * kept.sum(), other * TOKENS)
-
-
 def test_a_teacher_of_inference_mode(impl_device):
     """As an engine returns its hidden states: backward needs nothing of them."""
     calls = Calls(impl_device)
@@ -209,20 +194,6 @@ def test_a_check_finds_functions_that_mix_divergences(impl_device):
             for options in with_or_without(calls):
                 with pytest.raises(ValueError, match="objective: .*mixes tokens"):
                     calls.loss(mixing, teacher=teacher, **options)
-
-
-def test_chunks_and_leading_dimensions(impl_device):
-    calls = Calls(impl_device)
-    whole, gradients = calls.loss()[0], calls.gradients()
-    shape = (2, TOKENS // 2)
-    options = {"tokens": {name: number.view(shape) for name, number in calls.tokens.items()}, "chunk_size": 3}
-    options |= {"hidden": calls.hidden.view(*shape, WIDTH), "labels": calls.labels.view(shape)}
-    options["teacher"] = calls.teacher._replace(hidden=calls.teacher.hidden.view(*shape, -1))
-    loss, found = calls.loss(**options)
-    assert found.divergence.shape == found.log_probs.shape == found.entropy.shape == shape and found.loss is None
-    torch.testing.assert_close((loss, *torch.autograd.grad(loss, calls.leaves)), (whole, *gradients))
-    _, found = calls.loss(**options | {"labels": None})
-    assert found.divergence.shape == shape and found.log_probs is None
 
 
 def in_rank(rank, group, kind):

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.support.random.call import MATHS, Call, Settings
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.tables import TENSOR
-from tests.support.random.truth import Truth, finite, of_ids, of_labels, of_teacher
+from tests.support.random.truth import Truth, finite, of_capped, of_ids, of_labels
 
 Compute = Callable[[Tensor, Tensor], Truth]
 
@@ -108,8 +108,12 @@ def teacher_options(call: Call, labels: Tensor) -> Settings:
     return {"labels": labels} if draw["labels"] else {}
 
 
-def divergence_from(call: Call, teacher: Tensor, labels: Tensor | None, of_other: Tensor) -> Compute:
-    return lambda x, rounding: of_teacher(x, teacher.double(), labels, call.of_oracle, rounding, of_other)
+def divergence_from(
+    call: Call, teacher: Tensor, labels: Tensor | None, of_other: Tensor, caps: Settings, of_teachers: Settings
+) -> Compute:
+    """``caps``: the options of the logits, and ``of_teachers`` those of its own, which may have a cap and a scale."""
+    other = teacher.double(), of_teachers, of_other
+    return lambda x, rounding: of_capped((x, caps, rounding), other, labels, call.of_oracle)
 
 
 def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
@@ -117,5 +121,5 @@ def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     settings = teacher_options(call, labels)
     teacher = draw.normal(*logits.shape) * 3 + finite(logits).float().clamp(-20, 20) * draw.rng.choice((0.0, 0.5, 1.0))
     teacher, places = call.on_ranks(teacher.masked_fill(logits == NEG_INF, NEG_INF))
-    compute = divergence_from(call, teacher, settings.get("labels"), call.no_rounding())
+    compute = divergence_from(call, teacher, settings.get("labels"), call.no_rounding(), {}, {})
     return Beside(compute, lambda rank: {"teacher": places[rank], **settings})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.random.beside import Beside, divergence_from, teacher_options, with_labels
-from tests.support.random.call import UNITS, WIDTH, Call, alike, assert_near, half_digit, size_of
+from tests.support.random.call import UNITS, WIDTH, Call, Settings, alike, assert_near, half_digit, size_of
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.public import Given
 from tests.support.random.truth import Numbers, Truth, finite, with_divergence
@@ -42,7 +42,7 @@ def head_of(call: Call, dtype: torch.dtype, *, is_exact: bool, has_bias: bool) -
         bias = bias.masked_fill(draw.uniform(rows) < 0.1, NEG_INF)
         bias[0] = 0.0
     hidden = draw.placed(hidden.to(dtype), draw.rng.choice(("contiguous", "gaps", "transposed", "offset")))
-    weight = draw.placed(weight.to(dtype), draw.rng.choice(("contiguous", "contiguous", "gaps", "offset")))
+    weight = draw.placed(weight.to(dtype), draw.rng.choice(("contiguous", "contiguous", "gaps", "offset", "columns")))
     return Head(hidden, weight, bias.to(dtype) if has_bias else None)
 
 
@@ -107,18 +107,26 @@ def teacher_of(call: Call, is_exact: bool) -> OfTeacher:
 
 
 def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:
-    settings = teacher_options(call, labels)
-    call.take("in_linear_objective")
-    of = teacher_of(call, is_exact)
-    compute = divergence_from(call, of.logits, settings.get("labels"), of.rounding)
-    return Beside(compute, lambda rank: {**of.given(call, rank), **settings})
+    """The divergence of two heads; in an objective each may have a cap and a scale."""
+    settings, of = teacher_options(call, labels), teacher_of(call, is_exact)
+    own: Settings = {}
+    if call.take("in_linear_objective").get("in_linear_objective"):
+        own = caps_of(call)
+        call.settings |= caps_of(call)
+    compute = divergence_from(call, of.logits, settings.get("labels"), of.rounding, call.settings, own)
+    return Beside(compute, lambda rank: {**of.given(call, rank), **settings, "teacher_options": own})
+
+
+def caps_of(call: Call) -> Settings:
+    rng = call.draw.rng
+    return {"softcap": rng.choice((None, 7.0)), "logit_scale": rng.choice((1.0, 1.3))}
 
 
 def with_teacher_beside(call: Call, labels: Tensor, is_exact: bool, beside: Beside) -> Beside:
     """Log-probabilities in an objective, and the divergence from a teacher that has options of its own."""
     of, rng, kind = teacher_of(call, is_exact), call.draw.rng, call.draw["teacher"]
-    own = {"softcap": rng.choice((None, 7.0)), "logit_scale": rng.choice((1.0, 1.3)), "divergence": kind}
-    own |= {"temperature": rng.choice((1.0, 2.0)), "beta": rng.choice((0.5, 0.1, 0.8)) if kind == "js" else 0.5}
+    own = {**caps_of(call), "divergence": kind, "temperature": rng.choice((1.0, 2.0))}
+    own["beta"] = rng.choice((0.5, 0.1, 0.8)) if kind == "js" else 0.5
     call.settings["outputs"] = ("divergence", *call.settings.get("outputs", ()))
 
     def compute(logits: Tensor, rounding: Tensor) -> Truth:

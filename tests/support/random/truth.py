@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support.cases.soft import divergences
 from tests.support.random.inputs import NAN, NEG_INF
 from tests.support.truth import oracle
 
@@ -258,8 +259,6 @@ def of_teacher(
     x: Tensor, teacher: Tensor, labels: Tensor | None, options: dict[str, Any], rounding: Tensor, of_other: Tensor
 ) -> Truth:
     """Truth of a divergence; ``of_other`` is the rounding of the teacher's logits."""
-    from tests.support.cases.soft import divergences
-
     rows = rows_of(x, teacher, labels, options)
     hidden_rows = (rows.bad_x | ~rows.counted).unsqueeze(-1)
     clean = with_nan_gradient(x, rows.bad).masked_fill(hidden_rows, 0.0)
@@ -307,6 +306,19 @@ def of_teacher(
     return reduced(losses, of_loss, terms, rows.counted, rows.bad, options)
 
 
+Logits = tuple[Tensor, dict[str, Any], Tensor]  # options of which are a scale and a cap, and their rounding
+
+
+def of_capped(student: Logits, teacher: Logits, labels: Tensor | None, options: dict[str, Any]) -> Truth:
+    """Truth of a divergence of logits that have a scale or a cap each."""
+    zs, errors = [], []
+    for logits, given, rounding in (student, teacher):
+        zs.append(transformed(logits, given))
+        errors.append(rounding + largest(zs[-1]) * is_transformed({**given, "temperature": 1.0}))
+    truth, scale = of_teacher(*zs, labels, options, *errors), student[1].get("logit_scale", 1.0)
+    return truth._replace(of_gradient=lambda upstream: truth.of_gradient(upstream) * scale)
+
+
 def with_divergence(
     truth: Truth,
     x: Tensor,
@@ -318,17 +330,11 @@ def with_divergence(
     of_other: Tensor,
 ) -> Truth:
     """``truth`` of labels, and the divergence of each token from a teacher, whose options are its own."""
-    both = []
-    for logits, given, error in ((x, options, rounding), (teacher, own, of_other)):
-        z = transformed(logits, given)
-        both.append((z, error + largest(z) * is_transformed({**given, "temperature": 1.0})))
-    (z, error), (of_teachers, of_other) = both
     given = {**own, "hard_weight": 0.0, "reduction": "none", "ignore_index": options.get("ignore_index", -100)}
-    of = of_teacher(z, of_teachers, labels, given, error, of_other)
+    of = of_capped((x, options, rounding), (teacher, own, of_other), labels, given)
 
     def of_gradient(upstream: Numbers) -> Tensor:
-        of_divergence = of.of_gradient({"loss": upstream["divergence"]}) * options.get("logit_scale", 1.0)
-        return truth.of_gradient(upstream) + of_divergence
+        return truth.of_gradient(upstream) + of.of_gradient({"loss": upstream["divergence"]})
 
     outputs = {**truth.outputs, "divergence": of.outputs["loss"]}
     return Truth(outputs, {**truth.bounds, "divergence": of.bounds["loss"]}, of_gradient)
