@@ -1,4 +1,4 @@
-"""The random calls and those of samplers launch every kernel with every option over rows of every kind, in both lanes.
+"""The random calls launch every kernel with every option over rows of every kind, in both lanes.
 
 ``support/kernels/launches.py`` reads from the kernels what there is to launch. Random calls check the numbers, with
 another kind of programs in each round. Here nothing is launched, so wide calls need no GPU.
@@ -14,15 +14,21 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.conformance import test_given_ids as of_given_ids
-from tests.conformance import test_sampling as of_sampling
 from tests.support.cases.flat import linear_objective
 from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
 from tests.support.kernels.launches import Entry, recorded, wanted
 from tests.support.random.calls import KINDS, Where, run_call
 from tests.support.random.tables import configurations
 from tests.support.ranks.in_turn import in_turn
-from vocab_parallel_ce import Teacher, VocabShard, distillation_loss, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    Teacher,
+    VocabShard,
+    distillation_loss,
+    largest,
+    sampling_threshold,
+    vocab_parallel_cross_entropy,
+)
+from vocab_parallel_ce.api import sampling
 
 ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
@@ -43,8 +49,6 @@ NEVER |= {
         "negated",
     )
 }
-# What finds the largest logits has no impl: on the CPU it is plain PyTorch; tests/kernels/test_largest.py launches it.
-ON_A_GPU = {"tile_maxima_kernel", "equal_and_below_kernel", "sums_above_kernel"}
 NEVER |= {
     (f"{kernel}_kernel", f"loss_options.{name}", None): "k ids have no such option"
     for kernel in ("ids_statistics", "ids_gradient")
@@ -92,12 +96,9 @@ def launched(where: Where) -> set[Entry]:
         for seed, kind in product(range(len(configurations())), KINDS[where.small]):
             with suppress(AssertionError):  # nothing has been computed
                 run_call(seed, where, kind)
-        for module in (of_sampling, of_given_ids):  # no random call has a threshold or given ids
-            for case in module.LOGITS:
-                with suppress(AssertionError), programs(case["programs"]):
-                    module.test_logits(("triton", where.device), case)
-        calls_of_teachers(where)  # nor a teacher's softcap beside labels
+        calls_of_teachers(where)  # no random call has a teacher's softcap beside labels
         calls_of_rare_rows(where)  # nor does one of them come to these
+        calls_of_samplers(where)
     return entries
 
 
@@ -149,6 +150,18 @@ def calls_of_rare_rows(where: Where) -> None:
         vocab_parallel_cross_entropy(logits, labels, gradient="in_forward", impl=where.impl)
 
 
+def calls_of_samplers(where: Where) -> None:
+    """What finds the largest logits has no impl: by itself it is plain PyTorch on a CPU."""
+    logits = torch.zeros(2, 9000, device=where.device)
+    of_z = {"softcap": 9.0, "logit_scale": 0.4, "temperature": torch.ones(2, device=where.device)}
+    with (
+        patch.object(largest, "has_kernels", lambda rows: True),
+        patch.object(sampling, "has_kernels", lambda rows: True),
+    ):
+        for options in ({"top_k": 3}, {"top_p": 0.5}, {"top_p": 0.5, **of_z}):
+            sampling_threshold(logits, **options)
+
+
 def check(entries: set[Entry], left_out: set[str]) -> None:
     asked = {entry for entry in wanted() if entry.kernel not in left_out}
     missing = sorted(entry for entry in asked - entries if not is_never(entry))
@@ -158,7 +171,7 @@ def check(entries: set[Entry], left_out: set[str]) -> None:
 
 @pytest.mark.interpreter
 def test_small_calls_launch_everything_that_can_be_interpreted():
-    check(launched(Where("cpu", "triton", small=True)), {ONE_PASS} | ON_A_GPU)
+    check(launched(Where("cpu", "triton", small=True)), {ONE_PASS})
 
 
 @pytest.mark.cuda

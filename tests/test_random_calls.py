@@ -38,7 +38,6 @@ ELSEWHERE = {
     "expected_grad_output": "drawn where gradients are known in forward",
     "chunk_size": "the factor chunks",
     "keep_logits": "of every other call of a head whose backward computes the gradients",
-    "threshold": "every pair of factors in tests/conformance/test_sampling.py",
     "dist_process_group": "group",
     "ignore_idx": "ignore_index",
     "is_cg_capturable": "drawn for the pair",

@@ -72,7 +72,7 @@ def programs_of(seed: int) -> AbstractContextManager[None]:
 
 
 def ready(seed: int, device: str, impl: str, small: bool, n_ranks: int) -> logits.LogitsCase:
-    changes = {"ranks": n_ranks, "layout": "contiguous", "other_layout": "contiguous"}
+    changes = {"ranks": n_ranks, "layout": "contiguous", "other_layout": "contiguous", "n_ids": None}
     return logits.ready(Call(seed, device, impl, small, changes, DrawUnits))
 
 

@@ -109,16 +109,6 @@ def test_what_has_no_kind(found):
         found.find("facts", ("no tensor",))
 
 
-def test_all_are_forgotten_at_the_limit():
-    found = Kinds(2)
-    first = found.find(1, (usual(),))
-    found.find(2, (usual(),))
-    assert found.find(1, (usual(),)) is first
-    found.find(3, (usual(),))
-    assert len(found.by_key) == len(found.last) == 1
-    assert found.find(1, (usual(),)) is not first
-
-
 GUARDS = torch._C._dynamo.guards.TensorGuards
 
 

@@ -55,19 +55,6 @@ def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
     check(impl_device, case.inputs, case.grad_output(loss).cpu(), frozen=frozen, **WAYS[way])
 
 
-@pytest.mark.parametrize(
-    ("reduction", "dtype", "counts"),
-    [("mean", torch.bfloat16, (3, 0)), ("sum", torch.float16, (3, 0)), ("none", torch.bfloat16, (1, 3))],
-)
-def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction, dtype, counts):
-    case = Leaves(impl_device, dtype=dtype)
-    with record_matmuls() as in_forward:
-        loss = case.loss(reduction=reduction)
-    with record_matmuls() as in_backward:
-        loss.backward(case.grad_output(loss))
-    assert (len(in_forward), len(in_backward)) == counts
-
-
 @TWO_WAYS
 def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, way):
     case = Leaves(impl_device)

@@ -26,7 +26,7 @@ from tests.support.cases.linear import (
     run,
 )
 from tests.support.cases.linear import N_LEAVES as ROWS
-from tests.support.cases.logits import METRICS, flat_outputs, grads_of_every_output
+from tests.support.cases.logits import METRICS, flat_outputs
 from tests.support.host.gpu import captured
 from tests.support.truth.budget import K, assert_within_budget
 from vocab_parallel_ce.head.loops import Products
@@ -34,21 +34,6 @@ from vocab_parallel_ce.head.loops import Products
 NAN, INF = float("nan"), float("inf")
 FP32 = {"logits_dtype": torch.float32}
 TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}
-
-
-def test_weights_of_every_layout(impl_device):
-    """Rows of a wider tensor, every other row, and column-major, as a weight that is stored transposed."""
-    impl, device = impl_device
-    inputs = linear.projection("some_ignored", dtype=torch.bfloat16)
-    wide, tall, turned = inputs.weight.new_full((3, 2 * COLUMNS, WIDTH + 3), NAN).to(device)
-    views = [wide[:COLUMNS, 3:], tall[::2, :WIDTH], turned.view(-1)[: COLUMNS * WIDTH].view(WIDTH, -1).t()]
-    for view, way in product(views, WAYS.values()):
-        view.copy_(inputs.weight)
-        hidden, weight = inputs.hidden.to(device).requires_grad_(), view.detach().requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, inputs.labels.to(device), impl=impl, **way)
-        gradients = torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
-        assert_right(Results((loss,), *gradients, None), inputs, **way)
-        assert torch.equal(view.cpu(), inputs.weight)
 
 
 def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device):
@@ -183,16 +168,6 @@ def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
         for same, expected in zip((*narrow.outputs, *narrow[1:3]), (*wide.outputs, *wide[1:3]), strict=True):
             torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
         assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
-
-
-def test_few_valid_tokens_have_their_own_temperatures(impl_device):
-    """Ignored tokens, which are left out, come first."""
-    inputs, t = linear.projection("peaked"), torch.linspace(0.4, 1.9, linear.ROWS)
-    inputs.labels[[0, 2]] = IGNORE_INDEX
-    grads = grads_of_every_output(linear.ROWS)
-    options = {"function": linear.linear_every_output, "valid_tokens": 3, "chunk_size": 2}
-    results = run(impl_device, inputs, *grads, temperature=t.to(impl_device[1]), **options)
-    assert_right(results, inputs, *grads, temperature=t, **options)
 
 
 @pytest.mark.reference

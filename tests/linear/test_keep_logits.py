@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases.flat import linear_cross_entropy, linear_distillation_loss
 from tests.support.cases.flat import linear_token_log_probs as log_probs
+from tests.support.cases.linear import record_matmuls
 from tests.support.cases.logits import flat_outputs
 from vocab_parallel_ce import Head, HeadOptions, LinearCrossEntropy
 
@@ -20,20 +20,6 @@ TOKEN = 4 * COLUMNS  # bytes of the logits of a token
 CHUNKED = {"chunk_size": 2}
 KEPT = ("all", f"{2 * TOKEN}B", f"{5 * TOKEN}B", f"{70 * TOKEN}B")
 N_KEPT = dict(zip(KEPT, (3, 1, 2, 3), strict=True))  # of the 3 chunks of tokens that are not ignored
-
-
-class Products(TorchDispatchMode):
-    """Counts products whose result has a column for each logit."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        self.count += is_product and found.shape[-1] == COLUMNS
-        return found
 
 
 def inputs(dtype=torch.float32):
@@ -98,16 +84,16 @@ def test_fp32_logits_of_16_bit_heads():
 def test_a_kept_chunk_is_a_product_less(keep):
     counts = []
     for kept in ("none", keep):
-        with Products() as products:
+        with record_matmuls() as products:
             results("none", **CHUNKED, keep_logits=kept)
-        counts.append(products.count)
-    assert counts == [6, 6 - N_KEPT[keep]]
+        counts.append(len(products))
+    assert counts == [12, 12 - N_KEPT[keep]]
 
 
 def test_an_automatic_chunk_is_what_may_be_kept():
-    with Products() as products:
+    with record_matmuls() as products:
         results("none", keep_logits=f"{4 * TOKEN}B")
-    assert products.count == 3  # chunks of 4 and 2 tokens, of which the second is made again
+    assert len(products) == 7  # of gradients four; chunks of 4 and 2 tokens, of which the second is made again
 
 
 @pytest.mark.parametrize("name", ("none", "log-probs"))
@@ -158,12 +144,12 @@ def test_auto_keeps_logits_of_a_reduced_loss_if_its_outputs_may_be_differentiate
     hidden, weight, bias = leaves
     own = {"bias": bias, "outputs": outputs, "chunk_size": 1 if n_kept else 2}
     for options in ({"keep_logits": keep}, {"gradient": "in_backward" if n_kept else "in_forward"}):
-        with Products() as products:
+        with record_matmuls() as products:
             found = linear_cross_entropy(hidden, weight, labels, **own, **options)
             differentiable = [t for t in flat_outputs(found) if t.requires_grad]
             results.append([*flat_outputs(found), *torch.autograd.grad([t.sum() for t in differentiable], leaves)])
         if "keep_logits" in options:
-            assert products.count == (3 if not n_kept else 6 if keep == "all" else 11)
+            assert len(products) == (9 if not n_kept else 18 if keep == "all" else 23)
     assert_equal(*results)
 
 

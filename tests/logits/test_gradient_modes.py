@@ -137,33 +137,6 @@ def test_without_a_gradient_logits_are_never_touched(impl_device, way):
     assert not loss.requires_grad and torch.equal(loss, expected)
 
 
-COLUMNS, SHAPE = 21, (8, 4)  # of the labels
-
-
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("gradient", ("auto", "out_of_place"))
-@pytest.mark.parametrize("name, dim, retained", (("labels", 0, False), ("labels", -2, True), ("log-probs", 0, True)))
-def test_losses_over_parts_have_the_gradient_of_the_whole(impl_device, name, dim, retained, gradient):
-    """The whole may still have a reader, or not. By default the first backward wrote over all parts, and raised."""
-    impl, device = impl_device
-    values, labels = batch("some_ignored", rows=32, vocab_size=COLUMNS)
-    of_whole, of_parts = (values.to(device).requires_grad_() for _ in range(2))
-    options = {"reduction": "sum", "gradient": gradient, "impl": impl}
-    labels = labels.to(device).view(SHAPE)
-    expected = LOSSES[name]((of_whole * 1).view(*SHAPE, COLUMNS), labels, **options).sum()
-    expected.backward()
-    logits = (of_parts * 1).view(*SHAPE, COLUMNS)
-    parts, kept = logits.chunk(4, dim), logits.detach() if retained else None
-    del logits
-    of_labels = labels.chunk(4, 0 if dim == 0 else -1)
-    loss = sum(LOSSES[name](z, y, **options).sum() for z, y in zip(parts, of_labels, strict=True))
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(of_parts.grad, of_whole.grad, rtol=1e-6, atol=1e-7)
-    if kept is not None:
-        assert torch.equal(kept.view(-1, COLUMNS), values.to(device)), "logits that are still read were written"
-
-
 VIEWS = {  # of [2, 4, V]
     "the tensor": lambda x: x,
     "flat": lambda x: x.view(-1, x.shape[-1]),

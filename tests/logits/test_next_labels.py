@@ -4,12 +4,9 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
-from tests.support.cases import flat
 from tests.support.cases.inputs import IGNORE_INDEX
 from tests.support.cases.packed import LAYOUTS, Packed, held
 from tests.support.ranks.in_turn import in_turn
-from tests.support.truth.budget import assert_within_budget
-from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce.api import next_labels as module
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
@@ -105,44 +102,6 @@ def test_zigzag_is_the_cut_of_megatron_core(monkeypatch):
 
     for n_ranks in (1, 2, 3):
         assert all(in_turn(n_ranks, of_rank))
-
-
-@pytest.mark.quick
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("is_head", (False, True), ids=("logits", "head"))
-def test_the_loss_of_a_packed_row_is_that_of_its_sequences(impl_device, is_head):
-    """Without ``cu_seqlens``, ``[1, total]`` predicts the first token of each next sequence, without an error."""
-    impl, device = impl_device
-    torch.manual_seed(0)
-    lengths, n_columns, n_tokens = (3, 1, 0, 4, 2), 13, 12
-    hidden, weight = torch.randn(1, n_tokens, 8), torch.randn(n_columns, 8)
-    ids = torch.randint(0, n_columns, (1, n_tokens))
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    logits = hidden @ weight.t()
-    # The oracle takes each sequence by itself. Tokens 10 and 11 are padding.
-    pieces = [
-        (logits[0, a : b - 1], ids[0, a + 1 : b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a + 1
-    ]
-    kept = torch.cat([rows for rows, _ in pieces]), torch.cat([labels for _, labels in pieces])
-    truth, peer = (call(*kept, reduction="mean") for call in (cross_entropy_fp64, cross_entropy_same_dtype))
-    is_kept = torch.tensor([0, 1, 4, 5, 6, 8])
-    given = (hidden, weight) if is_head else (logits,)
-    given = tuple(tensor.to(device).requires_grad_() for tensor in given)
-    function = flat.linear_cross_entropy if is_head else vp.vocab_parallel_cross_entropy
-
-    labels = vp.next_labels(ids.to(device), cu_seqlens=bounds.to(device))
-    loss = function(*given, labels, impl=impl)
-    assert_within_budget(loss, truth.loss, peer.loss)
-    loss.backward()
-    grad = torch.zeros(n_tokens, n_columns, dtype=torch.float64).index_copy(0, is_kept, truth.grad)
-    if is_head:
-        torch.testing.assert_close(given[0].grad[0].cpu(), (grad @ weight.double()).float())
-        torch.testing.assert_close(given[1].grad.cpu(), (grad.t() @ hidden[0].double()).float())
-    else:
-        assert_within_budget(given[0].grad[0].index_select(0, is_kept.to(device)), truth.grad, peer.grad)
-        assert not given[0].grad[0, [2, 3, 7, 9, 10, 11]].any()
-    across = function(*(tensor.detach() for tensor in given), vp.next_labels(ids.to(device)), impl=impl)
-    assert abs(float(across) - float(truth.loss)) > 0.1
 
 
 @pytest.mark.quick

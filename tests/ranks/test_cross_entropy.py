@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.cases.inputs import NAN, Batch, batch
+from tests.support.cases.inputs import Batch, batch
 from tests.support.cases.logits import EVERY as ALL_NUMBERS
 from tests.support.cases.logits import (
     METRICS,
@@ -110,17 +110,6 @@ def test_a_last_shard_that_is_all_padding(rank_pool, impl):
         assert whole.loss.isnan().tolist() == [True] + [False] * (ROWS - 1)
 
 
-@in_several_ranks
-def test_shards_in_another_order_than_the_ranks(rank_pool, impl):
-    """And of different widths: who holds which columns, the shards say and not the ranks."""
-    ends = [7, 31, 40, 64][: rank_pool.world_size]
-    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-    bounds = bounds[1:] + bounds[:1]
-    made = broad_rows("excluded_columns", ROWS, ends[-1])
-    case = Case(made, impl, {**EVERY, "label_smoothing": 0.0}, bounds, "shard")
-    check(case, rank_pool.run(run, case))
-
-
 @pytest.mark.parametrize("member_sets", [((0, 1), (2, 3)), ((1, 3),), ((3, 0, 2),)])
 @in_four_ranks
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl, member_sets):
@@ -144,16 +133,6 @@ def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
     case = Case(batch("peaked", rows=ROWS, vocab_size=COLUMNS), impl, {"reduction": "mean"})
     for rank, result in enumerate(rank_pool.run(run, case, ((0,), (1,)))):
         check(case, [result], ranks=[rank])
-
-
-@in_several_ranks
-def test_every_output_with_a_temperature_per_token_in_one_exchange(rank_pool, impl):
-    """Ignored rows may hold a NaN temperature."""
-    logits, labels = broad_rows("some_ignored", ROWS, COLUMNS)
-    options = {"temperature": TEMPERATURES.masked_fill(labels < 0, NAN), "logit_scale": 0.4, "softcap": 10.0}
-    grads = tuple(grads_of_every_output(ROWS))
-    case = Case(Batch(logits, labels), impl, options, grad_outputs=grads, function=every_output)
-    check(case, rank_pool.run(run, case))
 
 
 def _dtensors(rank, group, case):

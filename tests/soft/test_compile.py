@@ -16,7 +16,7 @@ LOGITS, OTHER, HIDDEN, WEIGHT, THEIRS, HEAD = (
 LABELS = torch.tensor([1, 2, -100, 3, 4, 5])
 LOG_PROBS, IDS = OTHER.log_softmax(-1).topk(3)
 KNOWN, TEMPERATURE = TopKTeacher(IDS, LOG_PROBS, "bucket"), torch.linspace(0.5, 1.5, N)
-TEACHER = Head(THEIRS, HEAD)
+TEACHER, THRESHOLD = Head(THEIRS, HEAD), torch.full((N,), -0.5)
 JS = {"divergence": "js", "labels": LABELS, "hard_weight": 0.3, "temperature": 2.0}
 STEPS = {
     "js": lambda x: distillation_loss(x * 1, OTHER, **JS),
@@ -33,6 +33,10 @@ STEPS = {
     ),
     "head, k tokens, js": lambda x: linear_distillation_loss(
         Head(HIDDEN * x[0, 0], WEIGHT), KNOWN, labels=LABELS, divergence="js", chunk_size=4
+    ),
+    "threshold": lambda x: token_log_probs(x * 1, LABELS, threshold=THRESHOLD).clamp(min=-9.0).sum(),
+    "head, threshold": lambda x: (
+        linear_token_log_probs(HIDDEN * x[0, 0], WEIGHT, LABELS, threshold=THRESHOLD).clamp(min=-9.0).sum()
     ),
     "given ids": lambda x: (token_log_probs(x * 1, IDS, softcap=5.0, temperature=TEMPERATURE) * LOG_PROBS).sum(),
     "head, given ids": lambda x: (linear_token_log_probs(HIDDEN * x[0, 0], WEIGHT, IDS) * LOG_PROBS).sum(),

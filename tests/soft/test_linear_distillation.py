@@ -7,15 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.cases.flat import linear_cross_entropy, linear_distillation_loss
-from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
-from tests.support.cases.soft import divergences, topk_losses
-from tests.support.ranks.case import BOUNDS, assembled, even
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.soft import divergences
 from tests.support.ranks.collectives import error_of, record_collectives
 from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 from vocab_parallel_ce import (
     Head,
     TopKTeacher,
-    VocabShard,
     distillation_loss,
     verify_calls,
     vocab_parallel_cross_entropy,
@@ -43,80 +41,44 @@ def heads_of(made):
     return [Head(*(made.get(f"{who}_{name}") for name in tensors)) for who in ("student", "teacher")]
 
 
-def truth_of(made, labels=None, reduction="mean", ignore_index=IGNORE_INDEX, **options):
-    """``(loss, gradients of student_hidden, student_weight and student_bias)`` in fp64."""
-    made = {n: t.detach().double().requires_grad_(n.startswith("student")) for n, t in made.items()}
-    student, teacher = (F.linear(*head) for head in heads_of(made))
-    if "teacher_ids" in options:
-        losses = topk_losses(student, None, **options)
-    else:
-        losses = divergences(student, teacher, labels=labels, **options)
-    counted = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels != ignore_index
-    losses = losses.where(counted, 0.0)
-    loss = losses if reduction == "none" else losses.sum() / counted.sum()
-    grads = torch.autograd.grad((loss * factor_of(loss)).sum(), list(heads_of(made)[0]))
-    return loss.detach(), grads
-
-
-def factor_of(loss):
-    """What multiplies the loss before backward."""
-    return torch.linspace(-0.5, 1.5, len(loss)) if loss.dim() else torch.tensor(0.75)
-
-
-def assert_close(found, right):
-    torch.testing.assert_close(found.double(), right, rtol=2e-5, atol=2e-6 * float(right.abs().max()))
-
-
-CALLS = [  # divergence, reduction, weight of the labels (None: no labels), columns, (tokens, chunk), gradient, reduced
-    ("forward", "mean", 0.3, "padded", (150, 140), "in_forward", True),  # statistics are sent in parts of 128 rows
-    ("forward", "none", None, "uneven", (9, 4), "auto", False),
-    ("reverse", "mean", 0.0, "uneven", (9, 4), "in_backward", True),
-    ("reverse", "none", 0.3, "even", (150, 140), "in_backward", False),
-    ("js", "mean", None, "padded", (9, "auto"), "auto", False),
-    ("js", "mean", 0.3, "even", (150, 140), "in_forward", True),
-    ("js", "none", 0.0, "uneven", (150, 140), "auto", True),
-    ("top-k", "mean", None, "padded", (9, 4), "in_forward", True),
-    ("top-k", "none", None, "even", (9, "auto"), "auto", False),
+CALLS = [  # divergence, reduction, weight of the labels (None: no labels), (tokens, chunk), gradient, reduced
+    ("forward", "mean", 0.3, (150, 140), "in_forward", True),  # statistics are sent in parts of 128 rows
+    ("forward", "none", None, (9, 4), "auto", False),
+    ("reverse", "mean", 0.0, (9, 4), "in_backward", True),
+    ("reverse", "none", 0.3, (150, 140), "in_backward", False),
+    ("js", "mean", None, (9, "auto"), "auto", False),
+    ("js", "mean", 0.3, (150, 140), "in_forward", True),
+    ("js", "none", 0.0, (150, 140), "auto", True),
+    ("top-k", "mean", None, (9, 4), "in_forward", True),
+    ("top-k", "none", None, (9, "auto"), "auto", False),
 ]
-FACTORS = ("divergence", "reduction", "hard", "columns", "tokens", "gradient", "reduce_hidden_grad")
-
-
-def given_of(case):
-    """Both heads, labels, and options."""
-    made, labels = inputs(n_tokens=case["tokens"][0])
-    labels, options = None if case["hard"] is None else labels, {"reduction": case["reduction"]}
-    if case["divergence"] == "top-k":
-        log_probs, ids = F.linear(*heads_of(made)[1]).log_softmax(-1).topk(5)
-        return made, labels, options | {"rest": "bucket", "teacher_ids": ids, "teacher_log_probs": log_probs}
-    return made, labels, options | {"divergence": case["divergence"], "hard_weight": case["hard"] or 0.0}
-
-
-def bounds_of(case, n_ranks):
-    return BOUNDS[case["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))
+FACTORS = ("divergence", "reduction", "hard", "tokens", "gradient", "reduce_hidden_grad")
 
 
 def _in_rank(rank, group, case, impl):
-    """``(loss, gradients, collectives, device)`` with this rank's rows of both heads; the padding is large."""
-    device, (made, labels, options) = device_of(rank, group), given_of(case)
-    start, stop = bounds_of(case, group.size())[rank]
-    own = {n: t if "hidden" in n else padded_shard(t.t(), start, stop, 300.0).t().contiguous() for n, t in made.items()}
-    own = {n: t.clone().to(device).requires_grad_(n.startswith("student")) for n, t in own.items()}
-    options |= {name: case[name] for name in ("gradient", "reduce_hidden_grad")}
-    options |= {"labels": None if labels is None else labels.to(device), "group": group, "impl": impl}
-    options |= {"vocab_size": VocabShard(start, stop, COLUMNS), "chunk_size": case["tokens"][1]}
-    student, teacher = heads_of(own)
-    if "teacher_ids" in options:
-        tensors = (options.pop(name).to(device) for name in ("teacher_ids", "teacher_log_probs"))
-        teacher = TopKTeacher(*tensors, options.pop("rest"))
+    """``(loss, gradient of hidden states, collectives, device)`` with this rank's rows of both heads, or with all."""
+    n_ranks, device = (1, torch.device("cpu")) if group is None else (group.size(), device_of(rank, group))
+    made, labels = inputs(n_tokens=case["tokens"][0])
+    rows = slice(COLUMNS // n_ranks * rank, COLUMNS // n_ranks * (rank + 1))
+    own = {n: (t if "hidden" in n else t[rows]).to(device, copy=True) for n, t in made.items()}
+    student, teacher = heads_of({n: t.requires_grad_(n.startswith("student")) for n, t in own.items()})
+    options = {name: case[name] for name in ("reduction", "gradient", "reduce_hidden_grad")}
+    options |= {"group": group, "impl": impl, "chunk_size": case["tokens"][1]}
+    if case["hard"] is not None:
+        options |= {"labels": labels.to(device), "hard_weight": case["hard"]}
+    if case["divergence"] == "top-k":
+        log_probs, ids = F.linear(*heads_of(made)[1]).log_softmax(-1).topk(5)
+        teacher = TopKTeacher(ids.to(device), log_probs.to(device), "bucket")
+    else:
+        options["divergence"] = case["divergence"]
     with record_collectives() as calls:
         loss = linear_distillation_loss(student, teacher, **options)
     with record_collectives() as in_backward:
-        loss.backward(factor_of(loss).to(device))
+        loss.backward(torch.ones_like(loss))
     assert {call.name for call in in_backward} <= ({"allreduce_"} if is_deferred(case) else set())
     with pytest.raises(RuntimeError, match="second time|second backward|backward through the graph"):
         loss.backward(torch.ones_like(loss))
-    grads = [tensor.grad for tensor in heads_of(own)[0]]
-    return loss, grads, [call.name for call in calls + in_backward], str(device)
+    return loss.detach(), student.hidden.grad, [call.name for call in calls + in_backward], device.type
 
 
 def is_deferred(case):
@@ -124,10 +86,10 @@ def is_deferred(case):
     return case["gradient"] == "in_backward" or (case["gradient"] == "auto" and case["reduction"] == "none")
 
 
-def chunks_of(case, labels, device):
+def chunks_of(case, device):
     """The tokens of each. On a CPU, ignored tokens are left out."""
     n_tokens, chunk_size = case["tokens"]
-    n_rows = int((labels != IGNORE_INDEX).sum()) if labels is not None and device == "cpu" else n_tokens
+    n_rows = n_tokens - 2 * (case["hard"] is not None and device == "cpu")
     size = n_rows if chunk_size == "auto" else chunk_size
     return [min(size, n_rows - first) for first in range(0, n_rows, size)]
 
@@ -136,21 +98,15 @@ def chunks_of(case, labels, device):
 @pytest.mark.parametrize("call", CALLS, ids=map(str, range(len(CALLS))))
 @in_several_ranks
 def test_ranks(rank_pool, impl, call):
-    """Random calls have all options; these are ranks in processes."""
+    """Random calls have the numbers of all options; these are ranks in processes, and what they send."""
     case = dict(zip(FACTORS, call, strict=True))
-    results, (made, labels, options) = rank_pool.run(_in_rank, case, impl), given_of(case)
-    loss, of_ranks = results[0][0], [grads for _, grads, *_ in results]
-    hidden = [grads[0] for grads in of_ranks]
-    if case["reduce_hidden_grad"]:
-        assert all(torch.equal(grad, hidden[0]) for grad in hidden)
-    bounds, parts = bounds_of(case, len(results)), zip(*(grads[1:] for grads in of_ranks), strict=True)
-    grads = [hidden[0] if case["reduce_hidden_grad"] else sum(hidden), *(assembled(bounds, p, COLUMNS) for p in parts)]
-    true_loss, truths = truth_of(made, labels, **options)
-    for found, right in zip((loss, *grads), (true_loss, *truths), strict=True):
-        assert_close(found, right)
-    for own, _, calls, device in results:
-        assert torch.equal(own, loss)
-        chunks, is_js = chunks_of(case, labels, device), case["divergence"] == "js"
+    results, (loss, hidden, *_) = rank_pool.run(_in_rank, case, impl), _in_rank(0, None, case, "reference")
+    found = [grad for _, grad, *_ in results]
+    torch.testing.assert_close(found[0] if case["reduce_hidden_grad"] else sum(found), hidden, rtol=1e-4, atol=1e-5)
+    for own, grad, calls, device in results:
+        assert torch.equal(own, results[0][0]) and (not case["reduce_hidden_grad"] or torch.equal(grad, found[0]))
+        torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-5)
+        chunks, is_js = chunks_of(case, device), case["divergence"] == "js"
         n_parts = sum(1 + (rows > 128 and not is_deferred(case)) for rows in chunks)
         n_gathers = 2 * n_parts if is_js else 1 if is_deferred(case) else n_parts
         assert Counter(calls) == Counter(
@@ -203,7 +159,8 @@ def test_no_tokens_and_without_labels_nothing_is_ignored():
     few = {name: tensor[:0] if "hidden" in name else tensor for name, tensor in made.items()}
     assert linear_distillation_loss(*heads_of(few)) == 0
     loss = linear_distillation_loss(*heads_of(made), ignore_index=0)
-    assert_close(loss, truth_of(made)[0])
+    student, teacher = (F.linear(*head).double() for head in heads_of(made))
+    torch.testing.assert_close(loss.double(), divergences(student, teacher).mean(), rtol=2e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("gradient", ["in_forward", "in_backward"])

@@ -1,71 +1,26 @@
-"""A teacher inside an objective: the divergence of each token is one more quantity, times any weight."""
+"""A teacher inside an objective: the divergence of each token is one more quantity. Random calls have the options."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.cases import teachers
 from tests.support.cases.flat import linear_objective
 from tests.support.cases.linear import record_matmuls
-from tests.support.cases.pairs import covering
-from tests.support.cases.teachers import COLUMNS, TOKENS, WIDTH, models, objective
-from tests.support.kernels.launch_shapes import SEVERAL, programs
 from tests.support.ranks.case import distributed
 from tests.support.ranks.collectives import error_of, record_collectives
-from tests.support.ranks.in_turn import in_turn
 from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce import Teacher, verify_calls
 
-CASES = covering(
-    lambda case: (
-        not (
-            (case.get("labels", 0) is None and case.get("rows"))
-            or (case.get("form") == "main_grad" and "weight" in case.get("frozen", ()))
-            or (case.get("form") == "sequence_parallel" and case.get("ranks") == 1)
-            or (case.get("logits_dtype") and case.get("dtypes", "bf16, bf16").startswith("fp32"))
-        )
-    ),
-    divergence=(("forward", 0.5), ("reverse", 0.5), ("js", 0.5), ("js", 0.1), ("js", 0.8)),
-    caps=((None, 1.0, None, 1.0), (9.0, 0.7, 7.0, 1.3), (None, 0.7, 7.0, 1.0), (9.0, 1.0, None, 1.3)),
-    temperatures=((1.0, 1.0), (0.8, 2.0), (1.5, 1.0)),
-    labels=("some", "all", None),
-    rows=((), ("temperature",), ("threshold",), ("temperature", "threshold")),
-    ranks=(1, 2, 4),
-    columns=("even", "padded", "uneven"),
-    form=("", "main_grad", "sequence_parallel"),
-    frozen=((), ("hidden",), ("weight", "bias")),
-    divisor=("mean", "sum", 2.5),
-    chunk_size=("auto", 4),
-    dtypes=("fp32, fp32", "fp32, bf16", "bf16, bf16", "bf16, fp32", "fp16, fp16", "fp16, fp32"),
-    logits_dtype=(None, torch.float32),
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENS, COLUMNS, WIDTH, OF_TEACHER = 8, 40, 12, 7
 KINDS = pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 
 
-@pytest.mark.quick(6)
-@pytest.mark.interpreted(10)
-@pytest.mark.parametrize("case", CASES, ids=[f"{case['divergence'][0]}-{n}" for n, case in enumerate(CASES)])
-def test_every_option(impl_device, case):
-    made = models(*(DTYPES[name] for name in case["dtypes"].split(", ")))
-
-    def on_rank(rank, group):
-        with torch.autograd.set_multithreading_enabled(False):  # backward may wait for the other ranks' threads
-            return teachers.call(case, made, impl_device, rank, group)
-
-    teachers.check(case, made, in_turn(case["ranks"], on_rank))
-
-
-@KINDS
-@pytest.mark.parametrize("labels", ["some", None])
-@pytest.mark.interpreted(3)
-def test_rows_in_parts(impl_device, labels, kind):
-    """Of which each has a program."""
-    case = {"divergence": (kind, 0.3 if kind == "js" else 0.5), "caps": (9.0, 0.7, 7.0, 1.3), "divisor": "mean"}
-    case |= {"temperatures": (0.8, 2.0), "labels": labels}
-    made = models(columns=309)
-    with programs(SEVERAL):
-        teachers.check(case, made, in_turn(1, lambda *of_rank: teachers.call(case, made, impl_device, *of_rank)))
+def objective(log_probs=None, *, divergence, advantage, mask, entropy=None):
+    """Of all quantities that there are; each has a derivative of its own in each token."""
+    values = (1 + advantage) * divergence + 0.1 * divergence**2
+    if log_probs is not None:
+        values = values - advantage * log_probs - 0.5 * (2 - advantage) * entropy
+    return mask * values
 
 
 class Calls:
@@ -73,11 +28,15 @@ class Calls:
 
     def __init__(self, impl_device, kind="forward"):
         self.impl, self.device = impl_device
-        made = models()
-        self.tokens = {name: number.to(self.device) for name, number in made.tokens.items()}
-        tensors = (tensor.to(self.device) for tensor in made[:7])
-        self.hidden, self.weight, self.bias, hidden, weight, bias, self.labels = tensors
+        generator = torch.Generator().manual_seed(0)
+        shapes = (TOKENS, WIDTH), (COLUMNS, WIDTH), (COLUMNS,), (TOKENS, OF_TEACHER), (COLUMNS, OF_TEACHER), (COLUMNS,)
+        drawn = [torch.randn(shape, generator=generator).to(self.device) for shape in (*shapes, (TOKENS,))]
+        self.hidden, self.weight, self.bias, hidden, weight, bias, advantage = drawn
+        self.labels = torch.randint(0, COLUMNS, (TOKENS,), generator=generator).to(self.device)
+        self.labels[::2] = F.linear(*drawn[:3]).argmax(-1)[::2]
         self.labels[5] = -100
+        mask = torch.ones_like(advantage).index_fill(0, torch.tensor([1, 6], device=self.device), 0.0)
+        self.tokens = {"advantage": advantage, "mask": mask}
         self.teacher = Teacher(hidden, weight, bias, divergence=kind)
         self.leaves = [leaf.requires_grad_() for leaf in (self.hidden, self.weight, self.bias)]
 
@@ -112,21 +71,6 @@ def test_four_products_of_each_chunk_whatever_the_weights(impl_device, kind):
         assert len(in_forward) == 2 and alone.grad_fn is None
         torch.testing.assert_close(alone, loss.detach())
         torch.testing.assert_close(of_no_grad.divergence, found.divergence)
-
-
-@KINDS
-def test_an_objective_of_one_quantity_has_the_gradient_of_that(impl_device, kind):
-    """The divergence times 2 plus the log-probabilities times 3 is the sum of both."""
-    calls = Calls(impl_device, kind)
-    both = calls.gradients(lambda p, divergence, **_: 2 * divergence - 3 * p)
-    of_divergence = calls.gradients(lambda p, divergence, **_: divergence)
-    of_labels = calls.gradients(lambda p, **_: -p, teacher=None)
-    for one, first, second in zip(both, of_divergence, of_labels, strict=True):
-        torch.testing.assert_close(one, 2 * first + 3 * second)
-    kept = calls.labels != -100
-    masked = calls.gradients(lambda divergence, **of: of["kept"] * divergence, labels=None, tokens={"kept": kept})
-    for one, other in zip(of_divergence, masked, strict=True):
-        torch.testing.assert_close(one * kept.sum(), other * TOKENS)
 
 
 def test_a_teacher_of_inference_mode(impl_device):
@@ -250,20 +194,6 @@ def test_a_check_finds_functions_that_mix_divergences(impl_device):
             for options in with_or_without(calls):
                 with pytest.raises(ValueError, match="objective: .*mixes tokens"):
                     calls.loss(mixing, teacher=teacher, **options)
-
-
-def test_chunks_and_leading_dimensions(impl_device):
-    calls = Calls(impl_device)
-    whole, gradients = calls.loss()[0], calls.gradients()
-    shape = (2, TOKENS // 2)
-    options = {"tokens": {name: number.view(shape) for name, number in calls.tokens.items()}, "chunk_size": 3}
-    options |= {"hidden": calls.hidden.view(*shape, WIDTH), "labels": calls.labels.view(shape)}
-    options["teacher"] = calls.teacher._replace(hidden=calls.teacher.hidden.view(*shape, -1))
-    loss, found = calls.loss(**options)
-    assert found.divergence.shape == found.log_probs.shape == found.entropy.shape == shape and found.loss is None
-    torch.testing.assert_close((loss, *torch.autograd.grad(loss, calls.leaves)), (whole, *gradients))
-    _, found = calls.loss(**options | {"labels": None})
-    assert found.divergence.shape == shape and found.log_probs is None
 
 
 def in_rank(rank, group, kind):

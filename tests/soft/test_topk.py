@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from tests.support.cases.flat import linear_distillation_loss
-from tests.support.cases.inputs import IGNORE_INDEX
-from tests.support.cases.logits import broad_rows
+from tests.support.cases.inputs import IGNORE_INDEX, Batch, padded_shard
+from tests.support.cases.logits import broad_rows, random_grad_output
 from tests.support.cases.pairs import covering
-from tests.support.cases.soft import Pair, topk_loss, topk_losses
-from tests.support.ranks.case import Case, check, run
+from tests.support.cases.soft import topk_loss, topk_losses
+from tests.support.ranks.collectives import record_collectives
 from tests.support.ranks.pools import in_ranks
-from vocab_parallel_ce import Head, TopKTeacher, distillation_loss, vocab_parallel_cross_entropy
+from tests.support.truth.budget import assert_within_budget
+from vocab_parallel_ce import Head, TopKTeacher, VocabShard, distillation_loss, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS, K = 5, 43, 6
@@ -28,18 +29,44 @@ def made_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k
     order = torch.randperm(k, generator=torch.Generator().manual_seed(6))
     log_probs, ids = (t[:, order] for t in log_t.topk(k, dim=-1))
     given = made.labels.clone().index_fill_(0, torch.tensor([2]), IGNORE_INDEX) if labels else None
-    pair = Pair(made.logits, made.logits, topk_losses, given)
-    return pair, {"teacher_ids": ids, "teacher_log_probs": log_probs}
+    return Batch(made.logits, given), {"teacher_ids": ids, "teacher_log_probs": log_probs}
 
 
-def check_call(impl_device, pair, **options):
+def on(device, options):
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in options.items()}
+
+
+def grad_output_of(loss):
+    return random_grad_output(len(loss), seed=1).to(loss.device) if loss.dim() else torch.tensor(0.75)
+
+
+def assert_right(loss, grad, logits, *, reduction="mean", gradient="auto", **options):
+    """In fp64, but for the rounding of what is subtracted: of ``q * (|log s| + |log q|)``, and of exponents."""
+    found, labels, grad_output = [], options.get("labels"), grad_output_of(loss)
+    for dtype, place in ((torch.float64, "cpu"), (torch.float32, grad.device)):
+        leaf = logits.to(place, dtype, copy=True).requires_grad_()
+        losses = topk_losses(leaf, **on(place, options))
+        counted = torch.ones_like(losses) if labels is None else (labels != IGNORE_INDEX).to(losses)
+        losses = losses.where(counted > 0, 0.0)
+        total = losses if reduction == "none" else losses.sum() / (counted.sum() if reduction == "mean" else 1)
+        found.append((total, *torch.autograd.grad(total, leaf, grad_output.to(leaf))))
+    z = logits.double() / options.get("temperature", 1.0)
+    log_q, own = options["teacher_log_probs"].double(), z.log_softmax(-1).gather(-1, options["teacher_ids"])
+    is_forward = options.get("divergence", "forward") == "forward" and not options.get("hard_weight")
+    weight = log_q.exp() if is_forward else torch.maximum(log_q, own).exp()
+    of_loss = float((weight * (own.abs() + log_q.abs())).sum(-1).max()) + (not is_forward)
+    of_grad = float((z.softmax(-1) * z.abs() * grad_output.abs().max().cpu()).max()) / (1 if loss.dim() else len(z))
+    for actual, truth, peer, size in zip((loss, grad), *found, (of_loss, of_grad), strict=True):
+        assert_within_budget(actual, truth, peer, size)
+
+
+def check_call(impl_device, made, **options):
     impl, device = impl_device
-    case = Case(pair, impl, options, function=topk_loss)
-    check(case, [run(0, None, case, device=device)])
-
-
-def _on(device, student, ignored, **options):
-    return topk_loss(student, ignored, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in options.items()})
+    options |= {} if made.labels is None else {"labels": made.labels}
+    leaf = made.logits.to(device, copy=True).requires_grad_()
+    loss = topk_loss(leaf * 1, **on(device, options), impl=impl)
+    loss.backward(grad_output_of(loss))
+    assert_right(loss, leaf.grad, made.logits, **options)
 
 
 BEYOND_FORWARD = covering(
@@ -68,15 +95,28 @@ def test_divergences_at_known_tokens(impl_device, case):
 ON_RANKS = covering(divergence=("forward", "js"), rest=("ignore", "bucket"), reduction=("mean", "none"))
 
 
+def _in_rank(rank, group, impl, options):
+    """The loss and gradient of this rank's columns, and what is sent."""
+    made, known = made_of()
+    shard = VocabShard(15 * rank, 15 * rank + 15, COLUMNS)
+    leaf = padded_shard(made.logits, shard.start, shard.stop).requires_grad_()
+    with record_collectives() as sent:
+        loss = topk_loss(leaf * 1, **known, **options, group=group, vocab_size=shard, impl=impl)
+        loss.backward(grad_output_of(loss))
+    return loss.detach(), leaf.grad, [(call.name, call.nbytes) for call in sent]
+
+
 @pytest.mark.interpreted(2)
 @pytest.mark.parametrize("options", ON_RANKS, ids=lambda options: "-".join(options.values()))
 @in_ranks((3,), (3,), ())
 def test_three_ranks(rank_pool, impl, options):
     """Of which the last has padding."""
-    pair, known = made_of()
-    bounds = [(0, 15), (15, 30), (30, 45)]
-    case = Case(pair, impl, {**known, **options}, bounds, "shard", function=topk_loss)
-    check(case, rank_pool.run(run, case), [4 * (3 + K)])
+    (made, known), results = made_of(), rank_pool.run(_in_rank, impl, options)
+    for loss, _, sent in results:
+        assert torch.equal(loss, results[0][0]) and sent == [("_allgather_base_", 4 * (3 + K) * ROWS)]
+    grad, of_padding = torch.cat([grad for _, grad, _ in results], -1).split([COLUMNS, 2], -1)
+    assert not of_padding.any()
+    assert_right(results[0][0], grad, made.logits, **known, **options)
 
 
 @pytest.mark.parametrize("divergence", ("forward", "reverse", "js"))
@@ -92,7 +132,7 @@ def test_edges(impl_device, rest, divergence):
     ids[0, 2], student[3:] = ids[0, 2] if rest == "bucket" else -7, NAN
     given = {"teacher_ids": ids.to(device), "teacher_log_probs": log_probs.to(device), "rest": rest}
     leaf, ways = student.to(device).requires_grad_(), {"divergence": divergence, "impl": impl, "reduction": "none"}
-    loss = topk_loss(leaf * 1, None, **given, **ways, labels=labels.to(device))
+    loss = topk_loss(leaf * 1, **given, **ways, labels=labels.to(device))
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
     loss, grad = loss.detach().cpu(), grad.cpu()
     assert loss[2].isnan() and grad[2].isnan().all() and loss[4] == 0 and not grad[4].any()
@@ -101,11 +141,11 @@ def test_edges(impl_device, rest, divergence):
     for row, kept in ((0, [0, 1, 3, 4, 5]), *([(1, list(range(K)))] if divergence != "forward" else [])):
         known = {"teacher_ids": ids[row : row + 1, kept], "teacher_log_probs": log_probs[row : row + 1, kept]}
         own = student[row : row + 1].double().requires_grad_()
-        truth = topk_losses(own, None, **known, rest=rest, divergence=divergence)
+        truth = topk_losses(own, **known, rest=rest, divergence=divergence)
         torch.testing.assert_close(loss[row : row + 1], truth.float())
         truth = torch.autograd.grad(truth, own)[0].nan_to_num(0.0).float()
         torch.testing.assert_close(grad[row : row + 1], truth, rtol=1e-5, atol=1e-6)
-    loss = topk_loss(leaf * 1, None, **given, **ways).detach()
+    loss = topk_loss(leaf * 1, **given, **ways).detach()
     assert loss[3] == 0 and loss[4].isnan()
 
 
@@ -167,8 +207,8 @@ def test_gradients_beyond_forward_keep_their_digits(impl_device, gap):
     known = {"teacher_ids": ids, "teacher_log_probs": torch.tensor([[0.5, 0.2, 0.1]]).log()}
     options = {"divergence": "reverse", "rest": "bucket"}
     given = {name: tensor.to(device) for name, tensor in known.items()}
-    topk_loss(leaf * 1, None, **given, **options, impl=impl).backward()
-    topk_losses(own, None, **known, **options).sum().backward()
+    topk_loss(leaf * 1, **given, **options, impl=impl).backward()
+    topk_losses(own, **known, **options).sum().backward()
     torch.testing.assert_close(leaf.grad.cpu(), own.grad.float(), rtol=1e-4, atol=0.0)
 
 
@@ -196,9 +236,9 @@ def test_padded_ids_are_left_out_and_no_rows_are_a_loss_of_0():
     left, q = log_probs != -INF, log_probs.double().exp()
     log_s = student.double().log_softmax(-1).gather(-1, ids.clamp(0, 11))
     truth = (q * (q.log() - log_s))[left].sum() / 2
-    torch.testing.assert_close(topk_loss(student, None, teacher_ids=ids, **given), truth.float())
+    torch.testing.assert_close(topk_loss(student, teacher_ids=ids, **given), truth.float())
     with pytest.raises(ValueError, match=r"^teacher.ids: must be in \[0, 12\), got 1 outside, the first at .*: -77"):
-        topk_loss(student, None, teacher_ids=torch.tensor([[3, 1, 2, -77], [7, 0, 4, 5]]), **given)
+        topk_loss(student, teacher_ids=torch.tensor([[3, 1, 2, -77], [7, 0, 4, 5]]), **given)
     none = student[:0].requires_grad_()
     loss = distillation_loss(none * 1, TopKTeacher(ids[:0], log_probs[:0]))
     loss.backward()
@@ -215,7 +255,7 @@ def test_a_confident_student_keeps_the_digits_of_the_rest(impl_device, gap):
     ids, log_probs = torch.tensor([[8, 7]], device=device), torch.tensor([[0.1, 0.7]], device=device).log()
     given = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
     leaves = logits.requires_grad_(), logits.detach().double().requires_grad_()
-    losses = topk_loss(leaves[0] * 1, None, impl=impl, **given), topk_losses(leaves[1], None, **given)[0]
+    losses = topk_loss(leaves[0] * 1, impl=impl, **given), topk_losses(leaves[1], **given)[0]
     grad, truth = (torch.autograd.grad(loss, leaf)[0] for loss, leaf in zip(losses, leaves, strict=True))
     if gap < 76:
         torch.testing.assert_close(losses[0], losses[1].float())
@@ -233,7 +273,7 @@ def test_probabilities_above_1_leave_no_rest_and_a_row_of_nothing_is_nan(impl_de
     given |= {"teacher_log_probs": log_probs, "rest": rest}
     check_call(impl_device, pair, **given, reduction="none")
     logits = torch.full((ROWS, COLUMNS), -INF)
-    assert _on(device, logits.to(device), None, **given, impl=impl, reduction="none").isnan().all()
+    assert topk_loss(logits.to(device), **on(device, given), impl=impl, reduction="none").isnan().all()
 
 
 @pytest.mark.reference
@@ -257,8 +297,8 @@ def test_an_fp64_student_has_fp64_arithmetic():
     made, of_teacher = made_of(dtype=torch.float64)
     for rest in ("ignore", "bucket"):
         given = {**of_teacher, "teacher_log_probs": of_teacher["teacher_log_probs"].double(), "rest": rest}
-        truth = topk_losses(made.logits, None, **given).mean()
-        torch.testing.assert_close(topk_loss(made.logits, None, **given), truth, rtol=1e-13, atol=1e-13)
+        truth = topk_losses(made.logits, **given).mean()
+        torch.testing.assert_close(topk_loss(made.logits, **given), truth, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.reference

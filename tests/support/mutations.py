@@ -36,11 +36,11 @@ INTERPRETED = "-m interpreter"
 NUMBERS = "tests/test_random_calls.py tests/test_edges.py tests/kernels tests/conformance/test_same_bits.py"
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/test_random_calls.py tests/soft"
-OF_TEACHERS = "tests/soft/test_teacher.py"
+OF_TEACHERS = "tests/soft/test_teacher.py tests/test_random_calls.py"
 OF_FP16 = "tests/linear/test_objective_kinds.py"
 OF_GROUPS = "tests/linear/test_objective_groups.py tests/linear/test_long_groups.py"
-OF_WALKS = "tests/kernels/test_layout.py tests/conformance/test_given_ids.py"
-OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/soft/test_topk.py"
+OF_WALKS = "tests/kernels/test_layout.py"
+OF_GIVEN_IDS = "tests/conformance/test_given_ids.py tests/test_random_calls.py tests/soft/test_topk.py"
 OF_HEADS = "tests/test_random_calls.py tests/linear tests/ranks/test_linear.py"
 OF_TARGETS = "tests/linear/test_edges.py tests/test_edges.py tests/soft tests/ranks/test_no_columns.py"
 OF_DROP_INS = "tests/integrations/test_drop_ins.py tests/integrations/test_rl_distillation.py"
@@ -64,7 +64,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
     "api/logits_at": "-m 'reference or gloo' tests/ranks/test_logits_at.py",
-    "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
+    "losses/given_ids": f"-m 'reference or gloo' {OF_GIVEN_IDS}",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
     "layout": "tests/logits/test_losses.py tests/kernels tests/conformance tests/logits tests/linear",
     "targets": f"-m 'reference or gloo' {OF_TARGETS} {NUMBERS}",

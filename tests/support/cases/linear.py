@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.cases.flat import linear_cross_entropy, linear_token_log_probs
-from tests.support.cases.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
+from tests.support.cases.inputs import IGNORE_INDEX, batch, with_a_broad_row
 from tests.support.cases.logits import (
-    METRICS,
     OUTPUTS,
-    assert_predictions,
     backward,
     flat_outputs,
     of_every_output,
@@ -32,10 +30,6 @@ from tests.support.ranks.collectives import recorded
 from tests.support.truth import oracle
 from tests.support.truth.budget import assert_within_budget
 
-# No product with a hidden state is -inf: columns are excluded by a bias of -inf.
-LINEAR_KINDS = tuple(kind for kind in KINDS if not kind.startswith("excluded") and kind != "mixture")
-# Far from 0 the rounding of a matmul is as large as a loss: these are for logits that need none.
-EXACT_KINDS = ("far_negative", "times_1000")
 PADDING = 300.0
 _MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "linear", "_scaled_mm"}
 
@@ -123,20 +117,20 @@ def projection(
     seed: int = 0,
     **of_batch: Any,
 ) -> Projection:
-    """``rows`` of at most ``width`` tokens whose logits are those of one kind of ``inputs.KINDS``.
+    """``rows`` of at most ``width`` tokens whose logits are those of one kind of ``inputs.KINDS``, without -inf.
 
     Args:
         exact: tokens are unit vectors, so that logits without a bias are rows of the weight to the bit;
             otherwise they are orthonormal, and every product rounds.
         broad: the last token is the one of :func:`with_a_broad_row`.
     """
-    assert rows <= width and kind in LINEAR_KINDS, (rows, width, kind)
+    assert rows <= width, (rows, width)
     made = batch(kind, rows=rows - broad, vocab_size=vocab_size, shards=shards, dtype=dtype, seed=seed, **of_batch)
     logits, labels = with_a_broad_row(made) if broad else made
     generator = torch.Generator().manual_seed(seed)
     added = torch.randn(vocab_size, generator=generator).to(dtype) if bias else None
     hidden = torch.eye(rows, width)
-    if not (exact or kind in EXACT_KINDS):
+    if not exact:
         hidden = torch.linalg.qr(torch.randn(width, rows, generator=generator))[0].T.contiguous()
     wanted = logits.float() if added is None else logits.float() - added.float()
     return Projection(hidden.to(dtype), (wanted.T @ hidden).to(dtype), labels, added)
@@ -234,7 +228,6 @@ def run(
     *grad_outputs: Tensor | None,
     function: Callable[..., Any] = linear_cross_entropy,
     frozen: Sequence[str] = (),
-    padding: int = 0,
     **options: Any,
 ) -> Results:
     """Results of ``function`` over copies of ``inputs``, which it must not change; backward is run once.
@@ -242,13 +235,8 @@ def run(
     Args:
         grad_outputs: of the outputs; without one it is 1, and an output with None is not used.
         frozen: of ``"hidden"``, ``"weight"`` and ``"bias"``, which need no gradient.
-        padding: so many rows follow the vocabulary's in weight and bias.
     """
     impl, device = impl_device
-    if padding:
-        weight, bias = padded_weight(inputs, 0, len(inputs.weight) + padding)
-        options["vocab_size"] = len(inputs.weight)
-        inputs = inputs._replace(weight=weight, bias=bias)
     copies = Projection(*(None if x is None else x.clone().to(device) for x in inputs))
     leaves = [copies.hidden, copies.weight, copies.bias]
     for name, leaf in zip(LEAVES, leaves, strict=True):
@@ -295,7 +283,7 @@ def assert_right(
     bounds: Sequence[tuple[int, int]] | None = None,
     **options: Any,
 ) -> None:
-    """``results`` of the call with ``options`` are those of the whole computation, metrics included."""
+    """``results`` of the call with ``options`` are those of the whole computation."""
     truth = linear_fp64(inputs, *grad_outputs, **options)
     peer = linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options)
     # Backward multiplies what forward has written.
@@ -304,10 +292,6 @@ def assert_right(
     if bounds is not None and len(bounds) > 1 and inputs.hidden.dtype.itemsize == 2:  # others are not rounded
         summands = linear_fp64(inputs, *grad_outputs, bounds=bounds, adds_sizes=True, **options).hidden.abs()
     assert_results(results, truth, peer, roundings, summands)
-    if options.get("outputs") == METRICS:
-        given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
-        truth = oracle.predictions_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
-        assert_predictions(results.outputs[1], truth)
 
 
 def check(
@@ -315,11 +299,10 @@ def check(
     inputs: Projection,
     *grad_outputs: Tensor | None,
     frozen: Sequence[str] = (),
-    padding: int = 0,
     **options: Any,
 ) -> Results:
     """:func:`run`, whose results must be those of the whole computation."""
-    actual = run(impl_device, inputs, *grad_outputs, frozen=frozen, padding=padding, **options)
+    actual = run(impl_device, inputs, *grad_outputs, frozen=frozen, **options)
     assert_right(actual, inputs, *grad_outputs, **options)
     for name in LEAVES:
         needed = name not in frozen and getattr(inputs, name) is not None

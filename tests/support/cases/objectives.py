@@ -1,18 +1,7 @@
-"""Objectives of reinforcement learning, as docs/objective.md has them, the numbers that they take, and calls of a head.
-
-A call takes what ``linear_cross_entropy`` takes, and returns the loss, log-probabilities and entropies, as
-``linear.check`` and ``ranks.case.check`` expect. ``linear.ORACLES`` says what is right.
-"""
-
-from functools import partial
-from typing import Any
+"""Objectives of reinforcement learning, as docs/objective.md has them, and the numbers that they take."""
 
 import torch
 from torch import Tensor
-
-from tests.support.cases import linear
-from tests.support.cases.flat import linear_objective
-from tests.support.truth import oracle
 
 
 def ppo(log_probs, advantage, old, entropy, **_):
@@ -52,20 +41,3 @@ def numbers_of(shape: tuple[int, ...]) -> dict[str, Tensor]:
     advantage.view(-1)[1:2] = 0.0
     numbers = {"advantage": advantage, "old": old - 3, "reference": reference - 3}
     return {name: number.float() for name, number in numbers.items()}
-
-
-def call(name: str, hidden: Tensor, weight: Tensor, labels: Tensor, *, gradient: str = "in_forward", **options: Any):
-    """The loss, log-probabilities and entropies of an objective, which needs no ``gradient``."""
-    tokens = {each: number.to(labels.device) for each, number in numbers_of(labels.shape).items()}
-    outputs = {"outputs": ("entropy",), "tokens": tokens}
-    loss, found = linear_objective(hidden, weight, labels, OBJECTIVES[name], **outputs, **options)
-    return loss, found.log_probs, found.entropy
-
-
-def calls_of(rows: int) -> dict[str, partial]:
-    """A call of each objective over so many tokens, whose truth the oracle knows."""
-    calls = {}
-    for name, objective in OBJECTIVES.items():
-        calls[name] = partial(call, name)
-        linear.ORACLES[calls[name]] = partial(oracle.of_objective, objective, numbers_of((rows,)))
-    return calls

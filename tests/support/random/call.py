@@ -87,6 +87,9 @@ class Call:
         self.vocab_size, self.bounds = draw.bounds(of_columns.itemsize, self.ranks)
         if draw["layout"] == "expanded" and draw["gradient"] == "in_forward":
             raise AssertionError("in_forward takes no view")
+        self.n_ids: int | None = draw["n_ids"]
+        while self.n_ids in (self.vocab_size, -(-self.vocab_size // self.ranks)):  # which one-hot labels would have
+            self.n_ids += 1
         self.impl = "auto" if self.dtype == torch.float64 else impl
         columns = self.vocab_size if self.is_head else self.bounds[-1][1]
         self.leading = draw.leading(columns, draw["layout"])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.random.beside import Beside, divergence_from, teacher_options, with_labels
-from tests.support.random.call import UNITS, WIDTH, Call, alike, assert_near, half_digit, size_of
+from tests.support.random.call import UNITS, WIDTH, Call, Settings, alike, assert_near, half_digit, size_of
 from tests.support.random.inputs import NEG_INF
 from tests.support.random.public import Given
-from tests.support.random.truth import Numbers, finite
+from tests.support.random.truth import Numbers, Truth, finite, with_divergence
 
 
 class Head(NamedTuple):
@@ -38,11 +38,11 @@ def head_of(call: Call, dtype: torch.dtype, *, is_exact: bool, has_bias: bool) -
         weight, bias = (draw.ids(shape, 17) / 4.0 - 2 for shape in ((rows, WIDTH), (rows,)))
     else:
         hidden, weight, bias = draw.normal(*call.leading, WIDTH), draw.normal(rows, WIDTH), draw.normal(rows)
-    if has_bias and draw.has(0.15) and call.function == "linear_token_log_probs":
+    if has_bias and draw.has(0.15) and call.function == "linear_token_log_probs" and not draw["teacher"]:
         bias = bias.masked_fill(draw.uniform(rows) < 0.1, NEG_INF)
         bias[0] = 0.0
     hidden = draw.placed(hidden.to(dtype), draw.rng.choice(("contiguous", "gaps", "transposed", "offset")))
-    weight = draw.placed(weight.to(dtype), draw.rng.choice(("contiguous", "contiguous", "gaps", "offset")))
+    weight = draw.placed(weight.to(dtype), draw.rng.choice(("contiguous", "contiguous", "gaps", "offset", "columns")))
     return Head(hidden, weight, bias.to(dtype) if has_bias else None)
 
 
@@ -79,26 +79,61 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
     return draw.normal(*head.weight.shape) if draw["main_grad"] else None
 
 
-def beside_head(call: Call, labels: Tensor, is_exact: bool) -> Beside:
-    if call.function != "linear_distillation_loss":
-        return with_labels(call, labels)
-    return with_two_heads(call, labels, is_exact)
+def beside_head(call: Call, labels: Tensor, is_exact: bool, logits: Tensor, rounding: Tensor) -> Beside:
+    if call.function == "linear_distillation_loss":
+        return with_two_heads(call, labels, is_exact)
+    beside = with_labels(call, labels, logits, rounding)
+    return with_teacher_beside(call, labels, is_exact, beside) if call.draw["teacher"] else beside
+
+
+class OfTeacher(NamedTuple):
+    """A teacher's head, and the logits that it gives."""
+
+    head: Head
+    logits: Tensor
+    rounding: Tensor
+
+    def given(self, call: Call, rank: int) -> Given:
+        rows = self.head.rows(*call.bounds[rank])._asdict()
+        return {f"teacher_{name}": tensor for name, tensor in rows.items()}
+
+
+def teacher_of(call: Call, is_exact: bool) -> OfTeacher:
+    draw = call.draw
+    dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
+    exact = dtype != torch.float32 or is_exact
+    head = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))
+    return OfTeacher(head, logits_of(head, call.vocab_size), rounding_of(head, exact))
 
 
 def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:
-    draw = call.draw
-    settings = teacher_options(call, labels)
-    call.take("in_linear_objective")
-    dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
-    exact = dtype != torch.float32 or is_exact
-    other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))
-    teacher = logits_of(other, call.vocab_size)
+    """The divergence of two heads; in an objective each may have a cap and a scale."""
+    settings, of = teacher_options(call, labels), teacher_of(call, is_exact)
+    own: Settings = {}
+    if call.take("in_linear_objective").get("in_linear_objective"):
+        own = caps_of(call)
+        call.settings |= caps_of(call)
+    compute = divergence_from(call, of.logits, settings.get("labels"), of.rounding, call.settings, own)
+    return Beside(compute, lambda rank: {**of.given(call, rank), **settings, "teacher_options": own})
 
-    def tensors(rank: int) -> Given:
-        rows = other.rows(*call.bounds[rank])._asdict()
-        return {**{f"teacher_{name}": tensor for name, tensor in rows.items()}, **settings}
 
-    return Beside(divergence_from(call, teacher, settings.get("labels"), rounding_of(other, exact)), tensors)
+def caps_of(call: Call) -> Settings:
+    rng = call.draw.rng
+    return {"softcap": rng.choice((None, 7.0)), "logit_scale": rng.choice((1.0, 1.3))}
+
+
+def with_teacher_beside(call: Call, labels: Tensor, is_exact: bool, beside: Beside) -> Beside:
+    """Log-probabilities in an objective, and the divergence from a teacher that has options of its own."""
+    of, rng, kind = teacher_of(call, is_exact), call.draw.rng, call.draw["teacher"]
+    own = {**caps_of(call), "divergence": kind, "temperature": rng.choice((1.0, 2.0))}
+    own["beta"] = rng.choice((0.5, 0.1, 0.8)) if kind == "js" else 0.5
+    call.settings["outputs"] = ("divergence", *call.settings.get("outputs", ()))
+
+    def compute(logits: Tensor, rounding: Tensor) -> Truth:
+        of_labels = beside.compute(logits, rounding)
+        return with_divergence(of_labels, logits, of.logits, labels, call.of_oracle, own, rounding, of.rounding)
+
+    return Beside(compute, lambda rank: {**beside.tensors(rank), **of.given(call, rank), "teacher_options": own})
 
 
 class HeadCase(NamedTuple):
@@ -204,9 +239,12 @@ def ready(call: Call) -> HeadCase:
         call.settings["expected_grad_output"] = upstream["loss"] * 0.5
     if draw["in_objective"]:
         names = ("log_probs", *(name for name in draw["outputs"] if name in ("entropy", "lse")))
-        upstream = {name: draw.upstream(call.leading, torch.float32) for name in names}
+        names += ("divergence",) if draw["teacher"] else ()
+        shape = call.leading if call.n_ids is None else (*call.leading, call.n_ids)
+        upstream = {name: draw.upstream(shape, torch.float32) for name in names}
         call.settings["upstream"] = upstream
-    beside = beside_head(call, labels, is_exact)
+    logits, rounding = logits_of(head, call.vocab_size), rounding_of(head, is_exact)
+    beside = beside_head(call, labels, is_exact, logits, rounding)
     call.take("sequence_parallel")
     heads, given = [], []
     for rank, (start, stop) in enumerate(call.bounds):
@@ -217,5 +255,4 @@ def ready(call: Call) -> HeadCase:
         of_rank = {**leaves._asdict(), **beside.tensors(rank), **call.settings, **call.of_rank(rank)}
         heads.append(leaves)
         given.append(of_rank if main_grad is None else of_rank | {"main_grad": main_grad[start:stop]})
-    logits, rounding = logits_of(head, call.vocab_size), rounding_of(head, is_exact)
     return HeadCase(call, head, logits, rounding, labels, beside, heads, given, upstream, before)

@@ -152,7 +152,7 @@ class Draw:
         """Sometimes one row with NaN, with +inf, or of nothing but -inf."""
         if logits.numel() and self["layout"] != "expanded" and self.has(0.06):
             rows = logits.view(-1, logits.shape[-1])
-            kind = self.rng.choice((NAN, INF, NEG_INF))
+            kind = self.rng.choice((NAN, INF) if self["threshold"] else (NAN, INF, NEG_INF))
             row, column = (self.rng.randrange(n) for n in rows.shape)
             rows[row].nan_to_num_(0.0, 0.0, 0.0)  # a -inf beside it would be NaN, too
             rows[row, slice(None) if kind == NEG_INF else column] = kind

@@ -17,7 +17,7 @@ from tests.support.random.truth import Numbers
 def beside_logits(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     if call.function == "distillation_loss":
         return with_teacher(call, logits, labels)
-    return with_labels(call, labels)
+    return with_labels(call, labels, logits, call.no_rounding())
 
 
 class Leaf(NamedTuple):

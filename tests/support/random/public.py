@@ -94,8 +94,12 @@ def _linear_objective(given: Given, upstream: Returned) -> Returned:
 
     def objective(log_probs: Tensor, **numbers: Tensor) -> Tensor:
         numbers["log_probs"] = log_probs
-        return sum((numbers[f"d_{name}"] * numbers[name] for name in upstream), torch.zeros_like(log_probs))
+        values = sum((numbers[f"d_{name}"] * numbers[name] for name in upstream), torch.zeros_like(log_probs))
+        return values if values.dim() == 1 else values.sum(-1)  # of several ids
 
+    if "teacher_options" in given:
+        head = [given.pop(f"teacher_{name}") for name in vp.Head._fields]
+        given["teacher"] = vp.Teacher(*head, **given.pop("teacher_options"))
     given |= {"objective": objective, "tokens": {f"d_{name}": value for name, value in upstream.items()}}
     loss, found = flat.linear_objective(*_taken(given, "hidden", "weight", "labels"), reduction="sum", **given)
     return {"objective": loss, **_loss(found)}
@@ -110,15 +114,17 @@ def _linear_token_log_probs(given: Given) -> Returned:
 def _linear_distillation_loss(given: Given) -> Returned:
     student = vp.Head(*_taken(given, "hidden", "weight", "bias"))
     teacher = vp.Head(*(given.pop(f"teacher_{name}", None) for name in vp.Head._fields))
+    of_teacher = given.pop("teacher_options")
     if given.pop("in_linear_objective", False):
-        return _objective_of_teacher(given, student, teacher)
+        return _objective_of_teacher(given, student, teacher, of_teacher)
     return _loss(flat.linear_distillation_loss(student, teacher, **given))
 
 
-def _objective_of_teacher(given: Given, student: vp.Head, head: vp.Head) -> Returned:
+def _objective_of_teacher(given: Given, student: vp.Head, head: vp.Head, of_teacher: Given) -> Returned:
     """The same loss as an objective of the divergence and, with a hard weight, the log-probabilities."""
     hard_weight, options = given.pop("hard_weight", 0.0), ("temperature", "divergence", "beta")
-    teacher = vp.Teacher(*head, **{name: given.pop(name) for name in options if name in given})
+    own = {name: given.pop(name) for name in options if name in given} | of_teacher
+    teacher = vp.Teacher(*head, **own)
 
     def objective(log_probs: Tensor | None = None, *, divergence: Tensor) -> Tensor:
         values = (1 - hard_weight) * divergence

@@ -61,6 +61,8 @@ OF_LOG_PROBS = {
     "softcap": (None, 10.0),
     "logit_scale": (1.0, 0.4),
     "outputs": OUTPUTS,
+    "threshold": (False, True),
+    "n_ids": (None, 2, 7),
     **{name: MATHS[name] for name in ("int32", "check_labels", "ignore_index")},
 }
 OF_HEAD = {
@@ -129,7 +131,12 @@ FACTORS: dict[str, Case] = {
         "gradient": ("auto", "in_backward", "in_forward"),
         "is_module": (False, True),
     },
-    "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS, "in_objective": (False, True)},
+    "linear_token_log_probs": {
+        **OF_HEAD,
+        **OF_LOG_PROBS,
+        "in_objective": (False, True),
+        "teacher": (None, "forward", "reverse", "js"),
+    },
     "distillation_loss": {**LOGITS, **OF_TEACHER, **OF_OTHER, **DIVERGENCE, "gradient": MODES},
     "linear_distillation_loss": {**OF_HEAD, **OF_TEACHER, **DIVERGENCE, "in_linear_objective": (False, True)},
     "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
@@ -154,11 +161,14 @@ MEAN = {
     "layout": "contiguous",
     "gradient": "auto",
 }
+LABELS_ALONE = {"n_ids": None, "threshold": False, "ranks": 1, "width": "medium", "layout": "contiguous"}
 # What no pair of values brings about: all of one_pass together, and what tests/test_launches.py asks for.
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors", "beta": 0.1}),
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "none", "temperature": 2.5}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
+    ("token_log_probs", {**LABELS_ALONE, "threshold": True, "outputs": (), "ragged": False, "padding": "none"}),
+    ("token_log_probs", {**LABELS_ALONE, "outputs": ("sum_sq_probs",), "ragged": True, "padding": "odd"}),
     ("one_pass", ALL_OF_ONE_PASS),
     ("vocab_parallel_cross_entropy", {**MEAN, "padding": "none", "label_smoothing": 0.1}),
     *(("vocab_parallel_cross_entropy", {**MEAN, "padding": padding}) for padding in ("odd", "none")),
@@ -176,7 +186,9 @@ def allowed(case: Case) -> bool:
 
     is_weighted = any_of("class_weight", "whole", "columns")
     return not (
-        (is_weighted and "mean_logit" in case.get("outputs", ()))
+        ((is_weighted or both(threshold=True)) and "mean_logit" in case.get("outputs", ()))
+        or (any_of("n_ids", 2, 7) and (case.get("outputs") or both(threshold=True) or case.get("teacher")))
+        or (both(in_objective=False) and case.get("teacher"))
         or (both(reduction="none") and any_of("num_items", 7, TENSOR))
         or (
             both(reduction="none", gradient="in_forward", is_module=True) and "layout" not in case

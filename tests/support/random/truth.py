@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support.cases.soft import divergences
 from tests.support.random.inputs import NAN, NEG_INF
 from tests.support.truth import oracle
 
 Numbers = dict[str, Tensor]
 LIMITS = {"lse": NEG_INF, "mean_logit": NEG_INF}  # of nothing but -inf
+IDENTITY = {"temperature": 1.0, "logit_scale": 1.0, "softcap": None}
 LOWEST = -1e6  # a logit of probability 0
 
 
@@ -72,10 +74,18 @@ def transformed(x: Tensor, options: dict[str, Any]) -> Tensor:
     return oracle.transformed(x, options.get("logit_scale", 1.0), options.get("softcap"))
 
 
+def is_transformed(options: dict[str, Any]) -> bool:
+    """Whether logits are rounded before the softmax."""
+    given = [(options.get(name, default), default) for name, default in IDENTITY.items()]
+    return any(isinstance(value, Tensor) or value != default for value, default in given)
+
+
 class _Labels:
     """The truth of a loss with labels, with its metrics, or of log-probabilities."""
 
-    def __init__(self, x: Tensor, labels: Tensor, options: dict[str, Any], rounding: Tensor) -> None:
+    def __init__(
+        self, x: Tensor, labels: Tensor, options: dict[str, Any], rounding: Tensor, dropped: Tensor | None
+    ) -> None:
         n_columns, ignore_index = x.shape[-1], options.get("ignore_index", -100)
         self.options, self.num_items, labels = options, options.get("num_items"), labels.long()
         self.ignored = labels == ignore_index
@@ -89,6 +99,7 @@ class _Labels:
         self.bad_outputs = (self.bad_x | is_wrong) & ~self.ignored
         self.bad = self.bad_outputs & (not divides_by_0(options))  # which divides the loss alone
         clean = with_nan_gradient(x, self.bad).masked_fill(self.bad_x.unsqueeze(-1), 0.0)
+        clean = clean if dropped is None else clean.masked_fill(dropped & ~self.bad_x.unsqueeze(-1), NEG_INF)
         finite_x = with_nan_gradient(x, self.bad_outputs).masked_fill(~x.detach().isfinite(), 0.0)
         self.no_number = (finite_x * 0).sum(-1)  # 0, whose gradient is NaN in bad rows
         inside = (labels >= 0) & (labels < n_columns) | self.ignored
@@ -96,8 +107,7 @@ class _Labels:
         self.found = oracle.values(clean, any_labels, **{**options, "temperature": self.t})
 
         own = transformed(clean.detach(), options).masked_fill(self.ignored.unsqueeze(-1), 0.0) / self.t.unsqueeze(-1)
-        is_rounded = options.get("logit_scale", 1.0) != 1 or options.get("softcap") is not None
-        is_rounded = is_rounded or isinstance(temperature, Tensor) or temperature != 1
+        is_rounded = is_transformed(options)
         self.z, self.s = own, softmax(own, largest(own) * is_rounded + rounding)
         w = options.get("class_weight")
         self.w = torch.ones(n_columns, dtype=x.dtype, device=x.device) if w is None else w.double()
@@ -164,11 +174,45 @@ class _Labels:
         return total * (self.options.get("logit_scale", 1.0) / self.t).unsqueeze(-1)
 
 
-def of_labels(x: Tensor, labels: Tensor, options: dict[str, Any], names: tuple[str, ...], rounding: Tensor) -> Truth:
-    """Truth of a loss with labels, or of log-probabilities. ``rounding [...]`` is that of x."""
-    truth = _Labels(x, labels, options, rounding)
+def of_labels(
+    x: Tensor,
+    labels: Tensor,
+    options: dict[str, Any],
+    names: tuple[str, ...],
+    rounding: Tensor,
+    dropped: Tensor | None = None,
+) -> Truth:
+    """Truth of a loss with labels, or of log-probabilities. ``rounding [...]`` is of x, ``dropped`` is -inf."""
+    truth = _Labels(x, labels, options, rounding, dropped)
     outputs = truth.outputs(names)
     return Truth(outputs, truth.bounds(outputs), truth.of_gradient)
+
+
+def of_ids(x: Tensor, ids: Tensor, options: dict[str, Any], rounding: Tensor) -> Truth:
+    """Truth of log-probabilities at ``ids [..., k]``, of which one outside the vocabulary is NaN by itself."""
+    ids, ignored = ids.long(), ids == options.get("ignore_index", -100)
+    outside, temperature = ((ids < 0) | (ids >= x.shape[-1])) & ~ignored, options.get("temperature", 1.0)
+    t = torch.as_tensor(temperature, dtype=torch.float64, device=x.device).expand(ids.shape[:-1])
+    is_wrong = bad_rows(x) | ~((t > 0) & t.isfinite())
+    t = t.masked_fill(is_wrong, 1.0).unsqueeze(-1)
+    bad = (is_wrong | outside.any(-1)) & ~ignored.all(-1)
+    clean = with_nan_gradient(x, bad).masked_fill(is_wrong.unsqueeze(-1), 0.0)
+    clean = clean.masked_fill(clean == NEG_INF, NEG_INF)  # no gradient there
+    z, inside = transformed(clean, options) / t, ids.masked_fill(ignored | outside, 0)
+    values = z.log_softmax(-1).gather(-1, inside)
+    values = values.masked_fill((is_wrong.unsqueeze(-1) | outside), NAN).masked_fill(ignored, 0.0)
+    s = softmax(z, largest(z) * is_transformed(options) + rounding)
+
+    def of_gradient(upstream: Numbers) -> Tensor:
+        g = upstream["log_probs"].double().abs().masked_fill(ignored, 0.0)
+        at, total = torch.zeros_like(s.p).scatter_add(-1, inside, g), g.sum(-1, keepdim=True)
+        # Of a confident id, 1 - p keeps its digits, and so does the sum of the other gradients.
+        rest = -torch.expm1(s.log_p) * (1 + s.from_max.amax(-1) + s.rounding).unsqueeze(-1) * total + total - at
+        of_column = torch.where(s.p > 0.5, rest, s.error * total + at)
+        return of_column * (options.get("logit_scale", 1.0) / t)
+
+    bound = 4 * finite(values).abs() + s.rounding.unsqueeze(-1)
+    return Truth({"log_probs": values}, {"log_probs": bound}, of_gradient)
 
 
 def divides_by_0(options: dict[str, Any]) -> bool:
@@ -215,8 +259,6 @@ def of_teacher(
     x: Tensor, teacher: Tensor, labels: Tensor | None, options: dict[str, Any], rounding: Tensor, of_other: Tensor
 ) -> Truth:
     """Truth of a divergence; ``of_other`` is the rounding of the teacher's logits."""
-    from tests.support.cases.soft import divergences
-
     rows = rows_of(x, teacher, labels, options)
     hidden_rows = (rows.bad_x | ~rows.counted).unsqueeze(-1)
     clean = with_nan_gradient(x, rows.bad).masked_fill(hidden_rows, 0.0)
@@ -262,6 +304,40 @@ def of_teacher(
         )
     losses = losses.masked_fill(~rows.counted, 0.0)
     return reduced(losses, of_loss, terms, rows.counted, rows.bad, options)
+
+
+Logits = tuple[Tensor, dict[str, Any], Tensor]  # options of which are a scale and a cap, and their rounding
+
+
+def of_capped(student: Logits, teacher: Logits, labels: Tensor | None, options: dict[str, Any]) -> Truth:
+    """Truth of a divergence of logits that have a scale or a cap each."""
+    zs, errors = [], []
+    for logits, given, rounding in (student, teacher):
+        zs.append(transformed(logits, given))
+        errors.append(rounding + largest(zs[-1]) * is_transformed({**given, "temperature": 1.0}))
+    truth, scale = of_teacher(*zs, labels, options, *errors), student[1].get("logit_scale", 1.0)
+    return truth._replace(of_gradient=lambda upstream: truth.of_gradient(upstream) * scale)
+
+
+def with_divergence(
+    truth: Truth,
+    x: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    options: dict[str, Any],
+    own: dict[str, Any],
+    rounding: Tensor,
+    of_other: Tensor,
+) -> Truth:
+    """``truth`` of labels, and the divergence of each token from a teacher, whose options are its own."""
+    given = {**own, "hard_weight": 0.0, "reduction": "none", "ignore_index": options.get("ignore_index", -100)}
+    of = of_capped((x, options, rounding), (teacher, own, of_other), labels, given)
+
+    def of_gradient(upstream: Numbers) -> Tensor:
+        return truth.of_gradient(upstream) + of.of_gradient({"loss": upstream["divergence"]})
+
+    outputs = {**truth.outputs, "divergence": of.outputs["loss"]}
+    return Truth(outputs, {**truth.bounds, "divergence": of.bounds["loss"]}, of_gradient)
 
 
 def oracle_mixture(s: Softmax, t: Softmax, beta: float) -> Tensor:

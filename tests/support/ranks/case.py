@@ -10,26 +10,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.cases import linear, logits, soft
+from tests.support.cases import linear, logits
 from tests.support.cases.flat import linear_cross_entropy
 from tests.support.cases.inputs import NAN, Batch, padded_shard
 from tests.support.cases.linear import Projection
-from tests.support.cases.soft import Pair
 from tests.support.ranks.collectives import Collective, record_collectives
 from tests.support.ranks.pools import device_of, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
-
-BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
-    "even": {},
-    "padded": {1: [(0, 48)], 2: [(0, 24), (24, 48)], 4: [(0, 16), (16, 32), (32, 48), (48, 64)]},
-    "uneven": {1: [(0, 40)], 2: [(7, 40), (0, 7)], 4: [(17, 31), (0, 10), (31, 40), (10, 17)]},
-}
 
 
 class Case(NamedTuple):
     """One call as every rank makes it, on its columns of the vocabulary."""
 
-    inputs: Batch | Pair | Projection  # over the whole vocabulary
+    inputs: Batch | Projection  # over the whole vocabulary
     impl: str
     options: dict[str, Any]
     bounds: Sequence[tuple[int, int]] | None = None  # of each rank's columns, padding from V on; None: equal
@@ -48,7 +41,6 @@ class Case(NamedTuple):
             function = self.function or linear_cross_entropy
             return function(*leaves[:2], alongside, bias=leaves[2], **options)
         (leaf,) = leaves
-        leaf = leaf * 1 if isinstance(self.inputs, Pair) else leaf
         return (self.function or vocab_parallel_cross_entropy)(leaf, alongside, **options)
 
 
@@ -96,8 +88,6 @@ def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
 def grad_outputs_of(case: Case) -> tuple[Tensor | None, ...]:
     if case.grad_outputs:
         return case.grad_outputs
-    if isinstance(case.inputs, Pair):
-        return (soft.grad_output_of(case.options, len(case.inputs.logits)),)
     if case.options.get("reduction") != "none":
         return (torch.tensor(0.75),)
     made = logits.zero_first_grad_output if isinstance(case.inputs, Projection) else logits.random_grad_output
@@ -112,8 +102,6 @@ def _options_of_rank(case: Case, start: int, stop: int, device: torch.device) ->
         moved["class_weight"] = padded_shard(moved["class_weight"], start, stop)
     vocab_size = columns_of(case)
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
-    if isinstance(case.inputs, Pair) and case.inputs.labels is not None:
-        moved["labels"] = case.inputs.labels.to(device)
     return {**case.options, **moved, "impl": case.impl, "vocab_size": size.get(case.size)}
 
 
@@ -123,8 +111,7 @@ def _parts(case: Case, start: int, stop: int) -> tuple[dict[str, Tensor | None],
     if isinstance(inputs, Projection):
         head = linear.padded_weight(inputs, start, stop)
         return dict(zip(linear.LEAVES, (inputs.hidden, *head), strict=True)), inputs.labels
-    alongside = inputs.labels if isinstance(inputs, Batch) else padded_shard(inputs.other, start, stop)
-    return {"logits": padded_shard(inputs.logits, start, stop)}, alongside
+    return {"logits": padded_shard(inputs.logits, start, stop)}, inputs.labels
 
 
 def run(
@@ -132,21 +119,14 @@ def run(
     group: Any,
     case: Case,
     member_sets: Sequence[Sequence[int]] | None = None,
-    device: torch.device | str = "cpu",
 ) -> Result | None:
-    """In a rank: one call and its backward, in that group of ``member_sets`` it is in, or None.
-
-    Args:
-        device: without a group, where one rank that has every column runs.
-    """
+    """In a rank: one call and its backward, in that group of ``member_sets`` it is in, or None."""
     if member_sets is not None:
         groups = zip(subgroups(*member_sets), member_sets, strict=True)
         group = next((made for made, members in groups if rank in members), None)
         if group is None:
             return None
-    n_ranks = 1
-    if group is not None:
-        device, rank, n_ranks = device_of(rank, torch.distributed.group.WORLD), group.rank(), group.size()
+    device, rank, n_ranks = device_of(rank, torch.distributed.group.WORLD), group.rank(), group.size()
     start, stop = bounds_of(case, n_ranks)[rank]
     parts, alongside = _parts(case, start, stop)
     if case.options.get("sequence_parallel"):
@@ -214,13 +194,12 @@ def assembled(bounds: Sequence[tuple[int, int]], gradients: Sequence[Tensor], vo
     return whole
 
 
-def check(case: Case, results: Sequence[Result], sent: Sequence[int] = (), ranks: Sequence[int] | None = None) -> Any:
+def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = None) -> Any:
     """Outputs are bit-equal on all ranks, and everything is what the whole vocabulary gives in fp64.
 
     Of logits, nothing is sent in backward, and in forward what is below.
 
     Args:
-        sent: bytes per row of the collectives; of losses over labels, those of the statistics in one.
         ranks: global ranks of the group; None is all of the world.
     """
     for result in results:
@@ -234,14 +213,11 @@ def check(case: Case, results: Sequence[Result], sent: Sequence[int] = (), ranks
         if first is None:
             continue
         whole = logits.Results((first, *outputs[1:]), gradient)
-        if isinstance(case.inputs, Pair):
-            soft.assert_right(whole, case.inputs, *grad_outputs_of(case), **case.options)
-        else:
-            function = case.function or vocab_parallel_cross_entropy
-            logits.assert_right(whole, *case.inputs, *grad_outputs_of(case), function=function, **case.options)
+        function = case.function or vocab_parallel_cross_entropy
+        logits.assert_right(whole, *case.inputs, *grad_outputs_of(case), function=function, **case.options)
     ranks, n_rows = tuple(ranks or range(len(results))), case.inputs.logits[..., 0].numel()
-    sent = sent or [max(4, case.inputs.logits.itemsize) * n_statistics(case)]
-    expected = [("_allgather_base_", ranks, n * n_rows) for n in sent if len(ranks) > 1]
+    n_bytes = max(4, case.inputs.logits.itemsize) * n_statistics(case) * n_rows
+    expected = [("_allgather_base_", ranks, n_bytes)] * (len(ranks) > 1)
     for result in results:
         assert [tuple(call) for call in result.in_forward] == expected
         assert result.in_backward == []

@@ -136,17 +136,6 @@ def of_loss_and_every_output(found: Values) -> tuple[Tensor, ...]:
     return found.loss, *of_every_output(found)[1:]
 
 
-def of_objective(
-    objective: Callable[..., Tensor], tokens: dict[str, Tensor], found: Values
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of an objective over the tokens that are not ignored, log_probs and entropy."""
-    numbers = {name: number.to(found.log_probs) for name, number in tokens.items()}
-    values = objective(found.log_probs, entropy=found.entropy, **numbers)
-    is_valid = found.predictions >= 0
-    loss = values.masked_fill(~is_valid, 0.0).sum() / is_valid.sum().clamp(min=1)
-    return loss, found.log_probs.detach(), found.entropy.detach()
-
-
 def at_least_fp32(logits: Tensor) -> Tensor:
     """For fp32 arithmetic, of fp64 logits fp64; 16 bits are not rounded to, because the budget adds that."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
