@@ -201,6 +201,7 @@ def checked_head_plan(loss: Loss, arguments: Arguments, settings: Settings, posi
     tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, position[1], settings.head))
     check(targets, tokens)
     loss.check(targets, tokens, settings)
+    CHECKS["reduction"]("reduction", settings.reduction)  # the plan of a chunk has another
     autocast = autocast_dtype(hidden)
     dtype = autocast or hidden.dtype
     checks.check_head(weight, bias, hidden, None if autocast else dtype)
@@ -240,7 +241,6 @@ def make_head_plan(
     }
     named = tuple(name for name, is_there in extras.items() if is_there)
     key = PlanKey(logits_dtype, weight.shape[0], hidden.device, rank, n_ranks, gradient, class_weight, named)
-    CHECKS["reduction"]("reduction", settings.reduction)
     reduction = "none" if settings.reduction == "none" else "sum"  # a mean is a sum that is divided
     # Cached apart from the number of tokens, which may be another at each step.
     of_chunk = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient, head=DEFAULTS)
