@@ -1,5 +1,7 @@
 """Groups that are longer than a chunk: the numbers of one chunk, in the memory of several."""
 
+import gc
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from tests.support.cases.groups import (
 from tests.support.cases.linear import record_matmuls
 from tests.support.ranks.pools import device_of, in_several_ranks
 from vocab_parallel_ce import Teacher, verify_calls
-from vocab_parallel_ce.head.products import Products
+from vocab_parallel_ce.head.products import Products, WeightGradient
 
 CHUNK = 13  # longer than some pairs, shorter than others
 N_LONG, N_SHORT = 11, 7  # chunks of pairs
@@ -182,3 +184,17 @@ def test_on_ranks(rank_pool, impl):
     weights = torch.cat([each[6] for each in of_teacher])
     for each in of_teacher:
         assert_close([*each[:6], weights, None], whole)
+
+
+@pytest.mark.reference
+def test_kept_logits_end_before_the_gradient_is_rounded(monkeypatch):
+    alive, rounded = [], WeightGradient.rounded
+
+    def recorded(self, *args):
+        alive.append([t.shape for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[1:] == (COLUMNS,)])
+        return rounded(self, *args)
+
+    monkeypatch.setattr(WeightGradient, "rounded", recorded)
+    for keep in ("none", "all"):
+        call(made("all"), dpo, chunk_size=CHUNK, keep_logits=keep)
+    assert len(alive) == 2 and alive[0] == alive[1]

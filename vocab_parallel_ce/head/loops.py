@@ -84,8 +84,10 @@ def _forward(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> F
         of_long = _rows_of(outputs_by_row, rows)
         stats = _fill_outputs(linear._replace(chunks=chunks), local, at(targets, rows), kept, of_long)
         grads = linear.objective.fill_and_differentiate(rows, of_long, linear.scale)
-    gradients = _walk(Products(linear, local, targets, wanted, kept), stats, grads, outputs_by_row)
-    return _returned(linear, outputs), gradients, stats, kept
+    products = Products(linear, local, targets, wanted, kept)
+    del kept  # the walk is their last reader, and ends before the gradients are rounded
+    gradients = _walk(products, stats, grads, outputs_by_row)
+    return _returned(linear, outputs), gradients, stats, None
 
 
 def _forward_of_whole(linear: LinearCall, local: Head, targets: Any, wanted: Wanted) -> Found:
